@@ -1,0 +1,274 @@
+"""TorchRec models: which modules are lookups, what they look up, and how batches of theirs are read and divided."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from ..errors import CaptureError, InputError, at, source_location
+from ..jagged import permute_blocks
+from ..lookups import IdSource, Lookup, LookupOutput, LookupSet, Pooling, Table
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+
+def _loaded(module: str, name: str) -> type | None:
+    """A class of an optional library if that library has been imported: nobody can hold an instance otherwise."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def is_collection(module: nn.Module) -> bool:
+    """Whether ``module`` is a TorchRec ``EmbeddingBagCollection`` with the forward that TorchRec ships."""
+    cls = _loaded("torchrec.modules.embedding_modules", "EmbeddingBagCollection")
+    return cls is not None and isinstance(module, cls) and type(module).forward is cls.forward  # type: ignore[attr-defined]
+
+
+def holds_collection(module: nn.Module) -> bool:
+    """Whether ``module`` is, or contains, a lookup collection."""
+    return any(is_collection(child) for child in module.modules())
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise for models that TorchRec has already distributed.
+
+    Raises:
+        CaptureError: a ``DistributedModelParallel`` or a sharded embedding module is inside.
+    """
+    if not any(name.startswith("torchrec.distributed") for name in sys.modules):
+        return
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith("torchrec.distributed"):
+            raise CaptureError(
+                f"'{name or 'the model'}' is a {kind.__name__}, already sharded by TorchRec: "
+                "towerize takes the model before DistributedModelParallel or shard() is applied"
+            )
+
+
+def find_lookups(flat: fx.GraphModule) -> LookupSet:
+    """Every ``EmbeddingBagCollection`` call of a captured graph, as tables, id sources and lookups.
+
+    Raises:
+        CaptureError: the graph calls none, or a table is also used outside its collection.
+    """
+    calls = [n for n in flat.graph.nodes if n.op == "call_module" and is_collection(flat.get_submodule(str(n.target)))]
+    if not calls:
+        raise CaptureError(
+            "no embedding lookup was found: the graph of the model calls no torchrec EmbeddingBagCollection, so there is nothing "
+            "to spread over towers"
+        )
+    builder = _Builder(flat, calls)
+    for call in calls:
+        builder.add(call)
+    _refuse_other_uses(flat, builder.weights, calls)
+    return builder.build()
+
+
+class _Builder:
+    """Collects tables, sources and lookups call by call."""
+
+    def __init__(self, flat: fx.GraphModule, calls: Sequence[fx.Node]) -> None:
+        self.flat = flat
+        self.weights: dict[int, str] = {}
+        self.tables: list[Table] = []
+        self.lookups: list[Lookup] = []
+        self.outputs: list[LookupOutput] = []
+        self.sources: dict[fx.Node, tuple[int, list[str], bool]] = {}
+        self.calls_of: dict[str, int] = {}
+        table_names: dict[str, int] = {}
+        lookup_names: dict[str, int] = {}
+        for target in dict.fromkeys(str(call.target) for call in calls):
+            for config in flat.get_submodule(target).embedding_bag_configs():  # type: ignore[operator]
+                table_names[config.name] = table_names.get(config.name, 0) + 1
+        for call in calls:
+            for name in flat.get_submodule(str(call.target))._embedding_names:  # type: ignore[union-attr]
+                lookup_names[name] = lookup_names.get(name, 0) + 1
+        self.repeated_tables = {name for name, count in table_names.items() if count > 1}
+        self.repeated_lookups = {name for name, count in lookup_names.items() if count > 1}
+
+    def add(self, call: fx.Node) -> None:
+        target = str(call.target)
+        collection: Any = self.flat.get_submodule(target)
+        source_node = call.args[0] if call.args else call.kwargs.get("features")
+        if not isinstance(source_node, fx.Node):
+            raise CaptureError(
+                f"{at(call)}: the EmbeddingBagCollection '{target}' is called without a KeyedJaggedTensor of the graph"
+            )
+        weighted = bool(collection.is_weighted())
+        index, features, was_weighted = self.sources.setdefault(source_node, (len(self.sources), [], False))
+        self.sources[source_node] = (index, features, was_weighted or weighted)
+        self.calls_of[target] = self.calls_of.get(target, 0) + 1
+        call_name = target if self.calls_of[target] == 1 else f"{target}#{self.calls_of[target]}"
+        keys, names = iter(collection._embedding_names), []
+        for config in collection.embedding_bag_configs():
+            table = self._table(target, config.name, collection.embedding_bags[config.name])
+            for feature in config.feature_names:
+                key = next(keys)
+                name = f"{call_name}:{key}" if key in self.repeated_lookups else key
+                if feature not in features:
+                    features.append(feature)
+                self.lookups.append(
+                    Lookup(
+                        name=name,
+                        feature=feature,
+                        table=table.name,
+                        source=index,
+                        pooling=_pooling(config.pooling),
+                        weighted=weighted,
+                        dim=table.dim,
+                        dtype=torch.float32,
+                        output=len(self.outputs),
+                    )
+                )
+                names.append(name)
+        self.outputs.append(LookupOutput(call.name, tuple(collection._embedding_names), tuple(names), source_location(call)))
+
+    def _table(self, target: str, name: str, bag: nn.EmbeddingBag) -> Table:
+        weight = bag.weight
+        if id(weight) in self.weights:
+            known = self.weights[id(weight)]
+            return next(table for table in self.tables if table.name == known)
+        if not weight.dtype.is_floating_point:
+            raise CaptureError(
+                f"table '{name}' of '{target}' holds {weight.dtype}: quantised tables cannot be trained or partitioned"
+            )
+        if bag.max_norm is not None or bag.scale_grad_by_freq or bag.padding_idx is not None:
+            raise CaptureError(
+                f"table '{name}' of '{target}' sets max_norm, scale_grad_by_freq or padding_idx, which EmbeddingBagCollection never does: "
+                "such a bag cannot be served by a remote rank with the same result"
+            )
+        unique = f"{target}.{name}" if name in self.repeated_tables else name
+        table = Table(unique, f"{target}.embedding_bags.{name}.weight", weight.shape[0], weight.shape[1], weight.dtype)
+        self.weights[id(weight)] = unique
+        self.tables.append(table)
+        return table
+
+    def build(self) -> LookupSet:
+        sources = tuple(IdSource(node.name, tuple(features), weighted) for node, (_, features, weighted) in self.sources.items())
+        return LookupSet(tuple(self.tables), sources, tuple(self.lookups), tuple(self.outputs))
+
+
+def _pooling(pooling: Any) -> Pooling:
+    name: str = pooling.name.lower()
+    if name == "sum":
+        return "sum"
+    if name == "mean":
+        return "mean"
+    raise CaptureError(f"pooling {pooling} is not one of SUM, MEAN")
+
+
+def _refuse_other_uses(flat: fx.GraphModule, weights: dict[int, str], calls: Sequence[fx.Node]) -> None:
+    for node in flat.graph.nodes:
+        if node.op == "call_module" and node not in calls:
+            used: list[Any] = list(flat.get_submodule(str(node.target)).parameters())
+        elif node.op == "get_attr":
+            path, _, attribute = str(node.target).rpartition(".")
+            used = [getattr(flat.get_submodule(path), attribute)]
+        else:
+            continue
+        for parameter in used:
+            if id(parameter) in weights:
+                raise CaptureError(
+                    f"table '{weights[id(parameter)]}' is also used as a weight by {at(node)}: a table that moves to one rank cannot be read "
+                    "elsewhere; give that place a parameter of its own"
+                )
+
+
+def read_ids(batch: KeyedJaggedTensor, source: IdSource) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys, values (N,), lengths (F, B) and weights (N,) or None of a KeyedJaggedTensor.
+
+    Raises:
+        InputError: not a KeyedJaggedTensor, one with another batch size per feature, one whose lengths do not fit, or one
+            without the weights that a weighted collection needs.
+    """
+    cls = _loaded("torchrec.sparse.jagged_tensor", "KeyedJaggedTensor")
+    if cls is None or not isinstance(batch, cls):
+        raise InputError(f"'{source.node}' must be a torchrec KeyedJaggedTensor, got {type(batch).__name__}")
+    if batch.variable_stride_per_key() or batch.inverse_indices_or_none() is not None:
+        raise InputError(
+            f"'{source.node}' has a batch size of its own per feature (variable stride): expand the features to one batch size first"
+        )
+    keys, lengths, size = batch.keys(), batch.lengths(), batch.stride()
+    if lengths.numel() != len(keys) * size:
+        raise InputError(
+            f"'{source.node}' has {lengths.numel()} lengths, but {len(keys)} features x batch size {size} need {len(keys) * size}"
+        )
+    weights = batch.weights_or_none()
+    if source.weighted and weights is None:
+        raise InputError(
+            f"'{source.node}' has no weights, but a weighted EmbeddingBagCollection reads {', '.join(map(repr, source.features[:4]))} from it"
+        )
+    return keys, batch.values(), lengths.view(len(keys), size), weights if source.weighted else None
+
+
+def make_output(keys: Sequence[str], dims: Sequence[int], values: torch.Tensor) -> KeyedTensor:
+    """The KeyedTensor that an EmbeddingBagCollection returns."""
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    return KeyedTensor(keys=list(keys), length_per_key=list(dims), values=values)
+
+
+def is_jagged(value: object) -> bool:
+    """Whether ``value`` is a KeyedJaggedTensor."""
+    cls = _loaded("torchrec.sparse.jagged_tensor", "KeyedJaggedTensor")
+    return cls is not None and isinstance(value, cls)
+
+
+def batch_size(batch: KeyedJaggedTensor) -> int:
+    """Samples in a KeyedJaggedTensor.
+
+    Raises:
+        InputError: the features have different batch sizes.
+    """
+    if batch.variable_stride_per_key():
+        raise InputError("a KeyedJaggedTensor with a batch size of its own per feature cannot be dealt over ranks")
+    return batch.stride()
+
+
+def deal(batch: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
+    """Cut a KeyedJaggedTensor into consecutive runs of samples."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    keys = batch.keys()
+    lengths = batch.lengths().view(len(keys), batch.stride()).long()
+    runs = lengths.split(list(sizes), dim=1)
+    blocks = torch.stack([run.sum(dim=1) for run in runs], dim=1)
+    order = torch.arange(blocks.numel(), device=blocks.device).view_as(blocks).t().flatten()
+    counts = blocks.sum(dim=0).tolist()
+    values = permute_blocks(batch.values(), blocks.flatten(), order).split(counts)
+    weights = batch.weights_or_none()
+    dealt = permute_blocks(weights, blocks.flatten(), order).split(counts) if weights is not None else [None] * len(sizes)
+    return [
+        KeyedJaggedTensor(keys=keys, values=v, weights=w, lengths=run.to(batch.lengths().dtype).reshape(-1), stride=run.shape[1])
+        for run, v, w in zip(runs, values, dealt, strict=True)
+    ]
+
+
+def tensors_of(value: object) -> dict[str, torch.Tensor] | None:
+    """The tensors inside a KeyedTensor or a KeyedJaggedTensor, by name; None for anything else."""
+    cls = _loaded("torchrec.sparse.jagged_tensor", "KeyedTensor")
+    if cls is not None and isinstance(value, cls):
+        return {"values": value.values()}  # type: ignore[attr-defined]
+    if is_jagged(value):
+        jagged: Any = value
+        found = {"values": jagged.values(), "lengths": jagged.lengths()}
+        weights = jagged.weights_or_none()
+        return found if weights is None else {**found, "weights": weights}
+    return None
+
+
+def initialise(root: nn.Module, table: Table) -> None:
+    """Fill a table with its configuration's ``init_fn``; keep what ``reset_parameters`` put there if it has none."""
+    path, _, _ = table.parameter.rpartition(".embedding_bags.")
+    collection = root.get_submodule(path)
+    if not is_collection(collection):
+        return
+    name = table.parameter.removeprefix(f"{path}.embedding_bags.").removesuffix(".weight")
+    for config in collection.embedding_bag_configs():  # type: ignore[operator]
+        if config.name == name and config.init_fn is not None:
+            config.init_fn(root.get_parameter(table.parameter))

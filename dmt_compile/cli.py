@@ -1,0 +1,5 @@
+"""The ``dmt-compile`` command."""
+
+
+def main() -> int:
+    return 0

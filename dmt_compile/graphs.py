@@ -1,0 +1,90 @@
+"""Building GraphModules that share a model's modules, and cloning a model's structure around its tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+
+
+def clone_sharing_tensors(model: nn.Module, *, copy_buffers: bool = False) -> nn.Module:
+    """A copy of the module tree (flags, hooks, Python attributes) whose parameters and buffers are the original tensors.
+
+    No parameter is copied, so the memory cost does not depend on the size of the tables; with ``copy_buffers`` the copy has
+    buffers of its own.
+    """
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = parameter
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().clone() if copy_buffers else buffer
+    return copy.deepcopy(model, memo)
+
+
+def clone_with_parameters(model: nn.Module) -> nn.Module:
+    """A copy of the module tree with parameters and buffers of its own; shared parameters stay shared."""
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().clone()
+    return copy.deepcopy(model, memo)
+
+
+def graph_module_over(root: nn.Module, graph: fx.Graph, extras: Mapping[str, nn.Module], name: str) -> fx.GraphModule:
+    """A GraphModule that runs ``graph`` over ``root``'s own modules, parameters and buffers plus ``extras``.
+
+    The stock constructor copies attribute by attribute: it drops what the graph does not use from the state dict and goes
+    stale when ``root``'s buffers are replaced (``.to()``). Here the containers themselves are shared. ``extras`` are placed
+    under ``dmt`` and hold no parameters.
+    """
+    module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=name)
+    module.__dict__["_parameters"] = root._parameters
+    module.__dict__["_buffers"] = root._buffers
+    module.__dict__["_non_persistent_buffers_set"] = root._non_persistent_buffers_set
+    modules: dict[str, nn.Module | None] = dict(root._modules)
+    if extras:
+        modules[EXTRAS] = _Extras(extras)
+    module.__dict__["_modules"] = modules
+    for key, value in root.__dict__.items():
+        # Tensors that tracing found as plain attributes are read by get_attr nodes.
+        if isinstance(value, torch.Tensor):
+            module.__dict__[key] = value
+    module.__dict__["training"] = root.training
+    module.graph = graph
+    return module
+
+
+EXTRAS = "dmt"
+
+
+class _Extras(nn.Module):
+    """Holder of the modules that passes put beside the model's own."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+def extras_of(module: fx.GraphModule) -> dict[str, nn.Module]:
+    """The modules that passes have added to a stage."""
+    holder = module._modules.get(EXTRAS)
+    return {name: child for name, child in holder._modules.items() if child is not None} if holder is not None else {}
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same node names, so that stages can be compared name by name."""
+    copied = fx.Graph(tracer_cls=graph._tracer_cls)
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapping[node] = copied.node_copy(node, lambda n: mapping[n])
+    return copied
+
+
+def resolve_parameter(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds the parameter called ``name`` in ``root``'s state dict, and the parameter's attribute in it."""
+    path, _, attribute = name.rpartition(".")
+    return root.get_submodule(path), attribute

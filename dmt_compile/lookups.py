@@ -1,0 +1,110 @@
+"""What the analysis of a model knows about its embedding lookups, independent of the library they were written with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+Pooling = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table: ``rows`` x ``dim`` values of ``dtype``.
+
+    ``name`` is unique in the model and is what plans use. ``parameter`` is the full name of the weight in the model's
+    state dict.
+    """
+
+    name: str
+    parameter: str
+    rows: int
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class IdSource:
+    """A place in the graph where ids come from: ``node`` yields them, ``features`` are the keys read from it."""
+
+    node: str
+    features: tuple[str, ...]
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One pooled lookup: the bags of ``feature``, taken from id source number ``source``, read from ``table``.
+
+    ``name`` is unique in the model. Its output is (B, ``dim``) of ``dtype``, columns ``[start, start + dim)`` of output
+    number ``output``.
+    """
+
+    name: str
+    feature: str
+    table: str
+    source: int
+    pooling: Pooling
+    weighted: bool
+    dim: int
+    dtype: torch.dtype
+    output: int
+
+
+@dataclass(frozen=True)
+class LookupOutput:
+    """A graph node that yields pooled columns, and the lookups whose columns it holds, in its own order.
+
+    ``keys`` are the names under which the node offers the columns; ``location`` is the user's file:line.
+    """
+
+    node: str
+    keys: tuple[str, ...]
+    lookups: tuple[str, ...]
+    location: str | None
+
+
+@dataclass(frozen=True)
+class LookupSet:
+    """All embedding lookups of one model. ``lookups`` stand in declaration order: output by output, column by column."""
+
+    tables: tuple[Table, ...]
+    sources: tuple[IdSource, ...]
+    lookups: tuple[Lookup, ...]
+    outputs: tuple[LookupOutput, ...]
+
+    @cached_property
+    def table(self) -> dict[str, Table]:
+        return {table.name: table for table in self.tables}
+
+    @cached_property
+    def lookup(self) -> dict[str, Lookup]:
+        return {lookup.name: lookup for lookup in self.lookups}
+
+    @cached_property
+    def lookups_of_table(self) -> dict[str, tuple[Lookup, ...]]:
+        """The lookups that read each table, in declaration order; a table that nothing reads has none."""
+        found: dict[str, list[Lookup]] = {table.name: [] for table in self.tables}
+        for lookup in self.lookups:
+            found[lookup.table].append(lookup)
+        return {name: tuple(lookups) for name, lookups in found.items()}
+
+    @property
+    def width(self) -> int:
+        """Pooled columns per sample, over all lookups."""
+        return sum(lookup.dim for lookup in self.lookups)
+
+    @property
+    def exchange_dtype(self) -> torch.dtype:
+        """The type in which pooled rows travel: the narrowest that holds every lookup's output exactly."""
+        dtype = self.lookups[0].dtype
+        for lookup in self.lookups[1:]:
+            dtype = torch.promote_types(dtype, lookup.dtype)
+        return dtype

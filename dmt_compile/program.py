@@ -1,0 +1,247 @@
+"""``towerize`` and the program it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .adapters import torchrec as torchrec_adapter
+from .capture import Captured, capture
+from .errors import PlanError
+from .graphs import clone_sharing_tensors
+from .lookups import LookupSet
+from .partition import make_plan
+from .plan import TowerPlan
+from .stage import Stage
+from .topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from .render.diff import StageDiff
+    from .runtime.rank_module import RankModule
+    from .verify.certificate import Certificate
+    from .verify.equivalence import OptimizerFactory
+
+STAGES = ("flat", "towers", "classic", "sptt", "lowered")
+
+
+def towerize(
+    model: nn.Module,
+    topology: Topology,
+    *,
+    towers: int | Sequence[Sequence[str]] | TowerPlan | None = None,
+    partition: str = "balanced",
+) -> TowerProgram:
+    """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
+
+    The model is not changed and none of its tensors is copied; it may live on the meta device.
+
+    Args:
+        model: an ``nn.Module`` that reads its tables through TorchRec ``EmbeddingBagCollection`` modules.
+        topology: hosts and ranks per host.
+        towers: None for one tower per host; a number; one list of feature names per tower; or a :class:`TowerPlan`.
+        partition: how tables are spread where ``towers`` leaves it open: "balanced" evens out lookup cost and memory, "strided"
+            deals them in turn (the paper's naive assignment).
+
+    Raises:
+        CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.
+        PlanError: ``towers`` or ``partition`` does not fit the model or the topology.
+        TopologyError: the topology cannot have that many towers.
+        PassError: a rewrite found something that it cannot handle; names the user's file and line.
+    """
+    if not isinstance(topology, Topology):
+        raise PlanError(f"topology must be a dmt_compile.Topology, got {type(topology).__name__}")
+    captured = capture(model)
+    lookups = torchrec_adapter.find_lookups(captured.flat)
+    plan = make_plan(lookups, topology, towers, partition)
+    return TowerProgram(captured, lookups, plan)
+
+
+@dataclass(frozen=True)
+class _Compilation:
+    captured: Captured
+    lookups: LookupSet
+    plan: TowerPlan
+    stages: Mapping[str, Stage]
+
+
+def _run_passes(captured: Captured, lookups: LookupSet, plan: TowerPlan, root: nn.Module) -> dict[str, Stage]:
+    from dmt_compile.passes import pipeline
+
+    return pipeline.run(Stage("flat", captured.flat, root, lookups, plan))
+
+
+class TowerProgram(nn.Module):
+    """A flat model and its rewritten stages.
+
+    Called as a module it runs the "towers" stage on one device, with the flat model's results. Parameters, buffers and
+    ``state_dict()`` are the flat model's own, by the same names.
+    """
+
+    def __init__(self, captured: Captured, lookups: LookupSet, plan: TowerPlan) -> None:
+        super().__init__()
+        root = captured.root
+        # The containers are shared with the clone that the graphs run over, so .to(), .train() and load_state_dict reach it.
+        self.__dict__["_parameters"] = root._parameters
+        self.__dict__["_buffers"] = root._buffers
+        self.__dict__["_modules"] = root._modules
+        self.__dict__["_non_persistent_buffers_set"] = root._non_persistent_buffers_set
+        self.training = root.training
+        self._dmt = _Compilation(captured, lookups, plan, _run_passes(captured, lookups, plan, root))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stages["towers"].graph_module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> TowerProgram:
+        super().train(mode)
+        self._dmt.captured.root.training = mode
+        for stage in self.stages.values():
+            stage.graph_module.training = mode
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TowerProgram:
+        import copy
+
+        root = copy.deepcopy(self._dmt.captured.root, memo)
+        return TowerProgram(_recaptured(self._dmt.captured, root), self.lookups, self.plan)
+
+    @property
+    def plan(self) -> TowerPlan:
+        """Which features are in which tower, and which rank owns which table."""
+        return self._dmt.plan
+
+    @property
+    def topology(self) -> Topology:
+        return self._dmt.plan.topology
+
+    @property
+    def lookups(self) -> LookupSet:
+        """The embedding lookups that were found in the model."""
+        return self._dmt.lookups
+
+    @property
+    def stages(self) -> Mapping[str, Stage]:
+        """The graphs "flat", "towers", "classic", "sptt" and "lowered", in this order."""
+        return self._dmt.stages
+
+    @property
+    def leaves(self) -> Mapping[str, str]:
+        """Submodules that were kept whole because they could not be traced, with the reason."""
+        return self._dmt.captured.leaves
+
+    def verify(
+        self, *args: Any, steps: int = 2, optimizer: OptimizerFactory | None = None, seed: int = 0, **kwargs: Any
+    ) -> Certificate:
+        """Compare the program of every rank with the flat model on one batch, in this process.
+
+        The batch is given as the flat model takes it; its samples are dealt over the ranks contiguously (the first B mod G
+        ranks get one more). Outputs must be the same bits at every stage. Gradients of every parameter and the parameters
+        after ``steps`` optimizer steps must agree to a tolerance, because sums over samples change their order; table
+        gradients are compared once more with whole numbers in float64, bit for bit. Needs memory for a few copies of the model.
+
+        Args:
+            steps: optimizer steps to take; 0 skips that check.
+            optimizer: makes an optimizer from parameters; plain SGD by default.
+            seed: for cotangents and for random layers (rank r draws as after ``torch.manual_seed(seed + r)``).
+
+        Raises:
+            InputError: the inputs cannot be dealt over the ranks, or the model has no values (meta device).
+        """
+        from .verify.equivalence import Verifier, default_optimizer
+
+        def recompile(lookups: LookupSet, root: nn.Module) -> Mapping[str, Stage]:
+            captured = _recaptured(self._dmt.captured, root)
+            return _run_passes(captured, lookups, self.plan, root)
+
+        verifier = Verifier(self.stages, recompile, args, kwargs, seed)
+        return verifier.certify(steps, optimizer or default_optimizer)
+
+    def simulate(self, *args: Any, stage: str = "lowered", **kwargs: Any) -> list[Any]:
+        """Run a stage on all ranks in lock-step in this process; the outputs by rank.
+
+        The batch is dealt as in :meth:`verify`. Autograd works across ranks.
+
+        Raises:
+            PlanError: no stage of that name runs on ranks.
+            VerificationError: the ranks do not agree on a collective.
+        """
+        from .verify.deal import deal
+        from .verify.equivalence import simulate
+
+        if stage not in self.stages:
+            raise PlanError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+        inputs = deal(args, kwargs, self.topology.world_size)
+        roots = [clone_sharing_tensors(self._dmt.captured.root, copy_buffers=True) for _ in inputs]
+        return simulate(self.stages[stage], inputs, roots)
+
+    def distribute(
+        self,
+        process_group: ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: timedelta | None = None,
+        check_ids: bool = True,
+        find_unused_parameters: bool = False,
+    ) -> RankModule:
+        """This rank's module, under an initialised process group. A collective call: every rank of the group makes it.
+
+        The result is called with the rank's local batch as the flat model is called. Its parameters are the rank's own
+        tables and the dense layers. See :class:`RankModule`.
+
+        Args:
+            process_group: the ranks to run on, by default all; their number must be the topology's world size.
+            device: where parameters on the meta device are materialised.
+            timeout: of every exchange; by default the process group's.
+            check_ids: refuse ids outside their table before they are sent (one pass over the ids).
+            find_unused_parameters: as for DistributedDataParallel, for models that do not use every dense layer in every step.
+
+        Raises:
+            DistributedError: no process group, a world size other than the topology's, or ranks with different plans or models.
+        """
+        from .runtime.rank_module import distribute
+
+        return distribute(
+            self.stages["lowered"],
+            process_group,
+            device=device,
+            timeout=timeout,
+            check_ids=check_ids,
+            find_unused_parameters=find_unused_parameters,
+        )
+
+    def diff(self, before: str = "flat", after: str = "sptt") -> StageDiff:
+        """What changed between two stages: a rich renderable, and text by ``str()``.
+
+        Raises:
+            PlanError: no such stage.
+        """
+        from .render.diff import diff_stages
+
+        for name in (before, after):
+            if name not in self.stages:
+                raise PlanError(f"stage must be one of {', '.join(STAGES)}, got {name!r}")
+        return diff_stages(self.stages[before], self.stages[after])
+
+    def __str__(self) -> str:
+        from .render.summary import summary_text
+
+        return summary_text(self)
+
+    def __rich__(self) -> object:
+        from .render.summary import summary_renderable
+
+        return summary_renderable(self)
+
+
+def _recaptured(captured: Captured, root: nn.Module) -> Captured:
+    """The captured graph over another clone of the module tree."""
+    from .graphs import copy_graph, graph_module_over
+
+    flat = graph_module_over(root, copy_graph(captured.flat.graph), {}, type(captured.flat).__name__)
+    return Captured(flat, root, captured.leaves)

@@ -1,0 +1,1 @@
+"""Terminal output. Only this package and the command line use rich."""

@@ -1,0 +1,1 @@
+"""What the compiled graphs run: id routing, pooled lookups, exchanges, process groups and the per-rank module."""

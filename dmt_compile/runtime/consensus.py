@@ -1,0 +1,73 @@
+"""All ranks must hold the same plan and model before the first exchange."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..errors import DistributedError
+from ..stage import Stage
+
+
+def agree(stage: Stage, group: ProcessGroup) -> None:
+    """Compare a digest over the ranks; a collective call.
+
+    Raises:
+        DistributedError: on every rank, when any two differ; shows the first difference.
+    """
+    description = _describe(stage)
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+    world = dist.get_world_size(group)
+    digests: list[Any] = [None] * world
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) == 1:
+        return
+    descriptions: list[Any] = [None] * world
+    dist.all_gather_object(descriptions, description, group=group)
+    other = next(rank for rank in range(world) if digests[rank] != digests[0])
+    where, mine, theirs = first_difference(descriptions[0], descriptions[other])
+    raise DistributedError(
+        f"ranks 0 and {other} were given different programs: {where} is {mine} on rank 0 and {theirs} on rank {other}; "
+        "build the same model and plan on every rank (the same plan can be passed on with TowerPlan.to_json)"
+    )
+
+
+def _describe(stage: Stage) -> dict[str, Any]:
+    root, tables = stage.root, {table.parameter for table in stage.lookups.tables}
+    return {
+        "plan": json.loads(stage.plan.to_json()),
+        "tables": {t.name: [t.rows, t.dim, str(t.dtype)] for t in stage.lookups.tables},
+        "lookups": [[x.name, x.table, x.pooling, x.weighted] for x in stage.lookups.lookups],
+        "dense parameters": {n: [list(p.shape), str(p.dtype)] for n, p in root.named_parameters() if n not in tables},
+        "graph": [[n.op, n.name, _target(n.target)] for n in stage.graph.nodes],
+    }
+
+
+def _target(target: Any) -> str:
+    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
+def first_difference(a: Any, b: Any, where: str = "") -> tuple[str, str, str]:
+    """The path to the first place where two JSON-like values differ, and what each has there."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            if a.get(key) != b.get(key) or (key in a) != (key in b):
+                return first_difference(a.get(key), b.get(key), f"{where}.{key}" if where else str(key))
+    if isinstance(a, list) and isinstance(b, list):
+        for index, (x, y) in enumerate(zip(a, b, strict=False)):
+            if x != y:
+                return first_difference(x, y, f"{where}[{index}]")
+        if len(a) != len(b):
+            return f"the length of {where}", str(len(a)), str(len(b))
+    return where or "the program", _short(a), _short(b)
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "missing"
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,54 @@
+"""Giving values to parameters on the meta device: a rank allocates what it owns, nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..adapters import torchrec as torchrec_adapter
+from ..errors import DistributedError
+from ..lookups import LookupSet
+
+
+def materialize(root: nn.Module, lookups: LookupSet, device: torch.device) -> None:
+    """Allocate every meta tensor left in ``root`` on ``device`` and initialise it as its module's class does.
+
+    Raises:
+        DistributedError: a module has meta tensors and no ``reset_parameters`` to fill them; names them.
+    """
+    fresh: dict[int, torch.Tensor] = {}
+    unfilled: list[str] = []
+    for path, module in root.named_modules():
+        names = [*_allocate(module._parameters, fresh, device), *_allocate(module._buffers, fresh, device)]
+        if not names:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        else:
+            unfilled.extend(f"{path}.{name}" if path else name for name in names)
+    if unfilled:
+        raise DistributedError(
+            f"nothing says how to fill {', '.join(map(repr, unfilled[:4]))} (on the meta device): create the module that holds it on a "
+            "real device, or give its class a reset_parameters() method"
+        )
+    for table in lookups.tables:
+        parameter = dict(root.named_parameters()).get(table.parameter) if fresh else None
+        if parameter is not None and any(parameter is made for made in fresh.values()):
+            torchrec_adapter.initialise(root, table)
+
+
+def _allocate(
+    tensors: dict[str, torch.Tensor | None] | dict[str, nn.Parameter | None],
+    fresh: dict[int, torch.Tensor],
+    device: torch.device,
+) -> list[str]:
+    names = []
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_meta:
+            if id(tensor) not in fresh:
+                made = torch.empty_like(tensor, device=device)
+                fresh[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            tensors[name] = fresh[id(tensor)]  # type: ignore[assignment]
+            names.append(name)
+    return names

@@ -1,0 +1,293 @@
+"""Pooled embeddings: local lookups, the peer permute, the pieces of an exchange, the local shuffle, columns in declared order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapters import torchrec as torchrec_adapter
+from ..exchange import Exchange, split_traffic
+from ..graphs import resolve_parameter
+from ..lookups import Lookup, LookupOutput, LookupSet, Table
+from .base import RankContext, RankLocal
+from .ids import Bag, GlobalBags, ScaleGradient
+
+
+class _PooledReader:
+    """Runs lookups against tables found, by name, in a module tree; holds no parameter of its own."""
+
+    def __init__(self, root: nn.Module, lookups: Sequence[Lookup], tables: dict[str, Table], bag_of: Sequence[int]) -> None:
+        places = {name: resolve_parameter(root, tables[name].parameter) for name in {lookup.table for lookup in lookups}}
+        self._reads = [(lookup, *places[lookup.table], bag) for lookup, bag in zip(lookups, bag_of, strict=True)]
+
+    def __call__(self, bags: Sequence[Bag]) -> list[torch.Tensor]:
+        return [_pool(lookup, getattr(module, attribute), bags[bag]) for lookup, module, attribute, bag in self._reads]
+
+
+def _pool(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
+    pooled = nn.functional.embedding_bag(
+        bag.values,
+        weight,
+        bag.offsets,
+        mode=lookup.pooling,
+        include_last_offset=True,
+        per_sample_weights=bag.weights if lookup.weighted else None,
+    )
+    return pooled.to(lookup.dtype)
+
+
+class TowerLookups(RankLocal):
+    """All lookups of one tower on one device: bags in declaration order in, one (B, d) tensor per lookup out."""
+
+    def __init__(
+        self, root: nn.Module, tower: int, lookups: Sequence[Lookup], tables: dict[str, Table], bag_of: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.tower = tower
+        self.lookups = tuple(lookups)
+        self._arguments = (tables, tuple(bag_of))
+        self._reader = _PooledReader(root, lookups, tables, bag_of)
+
+    def bind(self, context: RankContext) -> nn.Module:
+        return TowerLookups(context.root, self.tower, self.lookups, *self._arguments)
+
+    def forward(self, bags: Sequence[Bag]) -> list[torch.Tensor]:  # type: ignore[override]
+        return self._reader(bags)
+
+    def extra_repr(self) -> str:
+        return f"tower={self.tower}, lookups={len(self.lookups)}"
+
+
+class RankLookups(RankLocal):
+    """Step b: a rank's own lookups for the samples of all ranks, (sum of B) x (columns of the rank).
+
+    The gradient of the result is divided by the world size, so that table gradients are those of the mean over ranks of each
+    rank's mean loss.
+    """
+
+    def __init__(
+        self,
+        lookups: Sequence[Sequence[Lookup]],
+        bag_of: Sequence[Sequence[int]],
+        tables: dict[str, Table],
+        dtype: torch.dtype,
+        context: RankContext | None = None,
+    ) -> None:
+        super().__init__()
+        self.lookups = lookups
+        self.bag_of = bag_of
+        self.tables = tables
+        self.dtype = dtype
+        self._reader: _PooledReader | None = None
+        if context is not None:
+            self._reader = _PooledReader(context.root, lookups[context.rank], tables, bag_of[context.rank])
+
+    def bind(self, context: RankContext) -> nn.Module:
+        return RankLookups(self.lookups, self.bag_of, self.tables, self.dtype, context)
+
+    def forward(self, routed: GlobalBags) -> torch.Tensor:  # type: ignore[override]
+        if self._reader is None:
+            return super().forward(routed)  # type: ignore[return-value]
+        weights = routed.weights
+        columns = [column.to(self.dtype) for column in self._reader(routed.bags)]
+        world = len(routed.batch_sizes)
+        if columns:
+            pooled = torch.cat(columns, dim=1)
+        else:
+            pooled = torch.zeros(sum(routed.batch_sizes), 0, dtype=self.dtype, device=routed.device)
+        if weights is not None and weights.requires_grad:
+            pooled = _Tie.apply(pooled, weights)
+        elif torch.is_grad_enabled() and not pooled.requires_grad:
+            # A rank without (trainable) tables must still take part in the backward exchanges, or the others hang.
+            pooled = pooled.requires_grad_()
+        scaled: torch.Tensor = ScaleGradient.apply(pooled, 1.0, float(world))
+        return scaled
+
+
+class _Tie(torch.autograd.Function):
+    """Identity on ``x`` that makes ``weights`` part of its history, so that their backward exchange runs on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weights)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (weights,) = ctx.saved_tensors
+        return grads[0], torch.zeros_like(weights)
+
+
+class PeerPermute(nn.Module):
+    """Step c: rows, in rank order, put into ``order`` (a permutation of the ranks)."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        super().__init__()
+        self.order = tuple(order)
+
+    def forward(self, x: torch.Tensor, batch_sizes: Sequence[int]) -> torch.Tensor:
+        if self.order == tuple(range(len(self.order))):
+            return x
+        parts = x.split(list(batch_sizes))
+        return torch.cat([parts[rank] for rank in self.order])
+
+
+class Shuffle(nn.Module):
+    """Step e: (features, peers) -> (peers, features); blocks of one set of rows are laid side by side."""
+
+    def forward(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=1)
+
+
+class ExchangeRows(RankLocal):
+    """A declared exchange of pooled rows: 2-D rows in, one 2-D block per member of the group out."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+    def bind(self, context: RankContext) -> nn.Module:
+        return BoundExchange(self.exchange, context)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules that the exchange is lowered to, by role."""
+        return {
+            "pack": Pack(),
+            "in_splits": Splits(self.exchange, "in"),
+            "out_splits": Splits(self.exchange, "out"),
+            "unpack": Unpack(self.exchange),
+        }
+
+
+class BoundExchange(nn.Module):
+    """A declared exchange on one rank; the transport between packing and unpacking is the caller's."""
+
+    def __init__(self, exchange: Exchange, context: RankContext) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self.pack = Pack()
+        self.in_splits = Splits(exchange, "in").bind(context)
+        self.out_splits = Splits(exchange, "out").bind(context)
+        self.unpack = Unpack(exchange).bind(context)
+
+
+class Pack(nn.Module):
+    """Rows as one contiguous buffer; runs of rows are already in the order of their destinations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1)
+
+
+class _ExchangeStep(RankLocal):
+    def __init__(self, exchange: Exchange, context: RankContext | None = None) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self._context = context
+
+    def bind(self, context: RankContext) -> nn.Module:
+        return type(self)(self.exchange, context)
+
+    @property
+    def context(self) -> RankContext:
+        if self._context is None:
+            raise TypeError(f"{type(self).__name__} runs only on a rank: call program.distribute() or program.simulate()")
+        return self._context
+
+
+class Splits(_ExchangeStep):
+    """How many values go to ("in") or come from ("out") each member, from every rank's batch size."""
+
+    def __init__(self, exchange: Exchange, direction: str, context: RankContext | None = None) -> None:
+        super().__init__(exchange, context)
+        self.direction = direction
+
+    def bind(self, context: RankContext) -> nn.Module:
+        return Splits(self.exchange, self.direction, context)
+
+    def forward(self, batch_sizes: Sequence[int]) -> list[int]:  # type: ignore[override]
+        context, exchange = self.context, self.exchange
+        blocks = exchange.sent(context.rank) if self.direction == "in" else exchange.received(context.rank)
+        sizes = exchange.sizes(blocks, batch_sizes)
+        # What is received forward is sent back in the backward pass.
+        if self.direction == "in" or torch.is_grad_enabled():
+            members = exchange.members(context.rank)
+            context.traffic.add(*split_traffic(context.rank, context.topology, members, sizes, exchange.itemsize))
+        return sizes
+
+
+class Unpack(_ExchangeStep):
+    """The received buffer as one (rows, columns) block per member of the group."""
+
+    def forward(self, buffer: torch.Tensor, batch_sizes: Sequence[int]) -> list[torch.Tensor]:  # type: ignore[override]
+        blocks = self.exchange.received(self.context.rank)
+        parts = buffer.split(self.exchange.sizes(blocks, batch_sizes))
+        return [
+            part.view(sum(batch_sizes[row] for row in block.rows), self.exchange.width(block.owners))
+            for part, block in zip(parts, blocks, strict=True)
+        ]
+
+
+class RestoreColumns(nn.Module):
+    """Received columns laid out in the flat model's order: one (B, width) tensor per output of the flat model.
+
+    ``arrival`` are the lookups in the order in which their columns arrive, block by block. Columns are only copied, once;
+    neighbours that stay neighbours are copied together.
+    """
+
+    def __init__(self, lookups: LookupSet, arrival: Sequence[Sequence[str]]) -> None:
+        super().__init__()
+        self.arrival = tuple(tuple(block) for block in arrival)
+        place: dict[str, tuple[int, int]] = {}
+        for number, block in enumerate(self.arrival):
+            start = 0
+            for name in block:
+                place[name] = (number, start)
+                start += lookups.lookup[name].dim
+        self._outputs = [_runs([lookups.lookup[name] for name in output.lookups], place) for output in lookups.outputs]
+
+    def forward(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            torch.cat([blocks[number].narrow(1, start, width).to(dtype) for number, start, width, dtype in runs], dim=1)
+            for runs in self._outputs
+        ]
+
+
+def _runs(lookups: Sequence[Lookup], place: dict[str, tuple[int, int]]) -> list[tuple[int, int, int, torch.dtype]]:
+    """(block, first column, columns, dtype) of each run of lookups that arrive side by side."""
+    runs: list[tuple[int, int, int, torch.dtype]] = []
+    for lookup in lookups:
+        number, start = place[lookup.name]
+        if runs and runs[-1][0] == number and runs[-1][1] + runs[-1][2] == start and runs[-1][3] == lookup.dtype:
+            runs[-1] = (number, runs[-1][1], runs[-1][2] + lookup.dim, lookup.dtype)
+        else:
+            runs.append((number, start, lookup.dim, lookup.dtype))
+    return runs
+
+
+class JoinColumns(nn.Module):
+    """Columns of all towers on one device, laid out in the flat model's order: one (B, width) tensor per output."""
+
+    def __init__(self, lookups: LookupSet, arrival: Sequence[str]) -> None:
+        super().__init__()
+        self.arrival = tuple(arrival)
+        place = {name: index for index, name in enumerate(self.arrival)}
+        self._outputs = [[place[name] for name in output.lookups] for output in lookups.outputs]
+
+    def forward(self, *towers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        columns = [column for tower in towers for column in tower]
+        return [torch.cat([columns[place] for place in places], dim=1) for places in self._outputs]
+
+
+class MakeOutput(nn.Module):
+    """The value that the flat model's lookup returns, made from its columns (B, width)."""
+
+    def __init__(self, output: LookupOutput, lookups: LookupSet) -> None:
+        super().__init__()
+        self.output = output
+        self._dims = [lookups.lookup[name].dim for name in output.lookups]
+
+    def forward(self, columns: torch.Tensor) -> object:
+        return torchrec_adapter.make_output(self.output.keys, self._dims, columns)

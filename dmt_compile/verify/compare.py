@@ -1,0 +1,82 @@
+"""Comparing nested outputs and gradients, bit for bit or to a tolerance."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..adapters import torchrec as torchrec_adapter
+
+
+def tensors_in(value: Any, where: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor inside nested outputs, with the path to it."""
+    if isinstance(value, torch.Tensor):
+        yield where, value
+        return
+    inside = torchrec_adapter.tensors_of(value)
+    if inside is not None:
+        for name, tensor in inside.items():
+            yield f"{where}.{name}", tensor
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{where}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name), f"{where}.{field.name}")
+
+
+def bits_differ(found: Any, expected: Any) -> str | None:
+    """The first place where two nested outputs are not the same bits; None if they are. NaN equals NaN."""
+    mine, theirs = dict(tensors_in(found)), dict(tensors_in(expected))
+    if mine.keys() != theirs.keys():
+        return f"different structure: {sorted(mine.keys() ^ theirs.keys())[:3]}"
+    for where, tensor in mine.items():
+        other = theirs[where]
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            return f"{where}: {tuple(tensor.shape)} {tensor.dtype} against {tuple(other.shape)} {other.dtype}"
+        same = (tensor == other) | (tensor != tensor) & (other != other)
+        if not bool(same.all()):
+            index = tuple((~same).nonzero()[0].tolist())
+            return f"{where}{list(index)}: {tensor[index].item()!r} against {other[index].item()!r}"
+    return None
+
+
+def tolerance(dtype: torch.dtype, sums: int = 1) -> float:
+    """Allowed difference, relative to the largest magnitude in the tensor.
+
+    Gradients are sums over samples; the flat model adds up per rank and then over ranks, an owner adds all samples in one run.
+    Each order is off by at most a few rounding steps per term, and the terms' errors do not all point one way: 128 units in
+    the last place cover sums of tens of thousands of terms.
+    """
+    return 128 * sums * torch.finfo(dtype).eps
+
+
+def furthest(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> tuple[float, str]:
+    """The largest difference of any pair, relative to the expected tensor's largest magnitude and to the tolerance of its type.
+
+    A result of at most 1 is within tolerance. A missing tensor equals zeros.
+    """
+    worst, name = 0.0, ""
+    for key in expected.keys() | found.keys():
+        a, b = found.get(key), expected.get(key)
+        if a is None and b is None:
+            continue
+        a = torch.zeros_like(b) if a is None and b is not None else a
+        b = torch.zeros_like(a) if b is None and a is not None else b
+        assert a is not None and b is not None
+        if a.numel() == 0:
+            continue
+        a64, b64 = a.detach().double(), b.detach().double()
+        both_nan = (a64 != a64) & (b64 != b64)
+        difference = torch.where(both_nan, 0.0, a64 - b64).abs()
+        scale = max(float(torch.where(both_nan, 0.0, b64).abs().max()), torch.finfo(a.dtype).tiny)
+        ratio = float(difference.max()) / scale / tolerance(a.dtype)
+        if not ratio <= worst:
+            worst, name = ratio, key
+    return worst, name

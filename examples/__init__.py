@@ -1,0 +1,1 @@
+"""Examples of `dmt_compile`: `demo.py` is what `make demo` runs."""

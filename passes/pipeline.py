@@ -1,0 +1,36 @@
+"""The ordered passes, and the reason for each place."""
+
+from __future__ import annotations
+
+from dmt_compile.stage import Stage
+
+from .base import GraphPass
+from .classic import ClassicExchange
+from .lower import Lower
+from .split_towers import SplitTowers
+from .sptt import Sptt
+
+PIPELINE: tuple[GraphPass, ...] = (
+    # First, because it turns every way to write a lookup into one normal form, on one device, where it is easiest to compare.
+    SplitTowers(),
+    # Before SPTT, because it decides who owns what and adds the only exchange that SPTT has to take apart.
+    ClassicExchange(),
+    # On declared exchanges, where who sends which rows to whom can be read off a record.
+    Sptt(),
+    # Last, because collectives, waits and their schedule must not be looked through by a rewrite.
+    Lower(),
+)
+
+
+def run(flat: Stage) -> dict[str, Stage]:
+    """All stages by name, from ``flat`` on, in order.
+
+    Raises:
+        PassError: a pass's requirement or promise does not hold.
+    """
+    stages = {flat.name: flat}
+    stage = flat
+    for graph_pass in PIPELINE:
+        stage = graph_pass.apply(stage)
+        stages[stage.name] = stage
+    return stages

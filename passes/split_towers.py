@@ -1,0 +1,104 @@
+"""flat -> towers: one subgraph of lookups per tower, columns put back in declaration order.
+
+kt = ebc(kjt)                        ids_0   = dmt.ids_0(kjt)
+                                     bags    = dmt.bags(ids_0, ...)
+                           ==>       tower_0 = dmt.tower_0(bags)
+                                     tower_1 = dmt.tower_1(bags)
+                                     columns = dmt.columns(tower_0, tower_1)
+                                     output_0 = dmt.output_0(columns[0])
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from dmt_compile.errors import PassError, at
+from dmt_compile.runtime.ids import LocalBags, ReadIds, SelectIds
+from dmt_compile.runtime.pooled import JoinColumns, MakeOutput, TowerLookups
+from dmt_compile.stage import Stage
+
+from .base import Draft, GraphPass
+
+
+def ids_do_not_depend_on_lookups(stage: Stage) -> None:
+    """All ids must be known before the first lookup: one exchange of ids serves them all."""
+    calls = {output.node for output in stage.lookups.outputs}
+    sources = {source.node for source in stage.lookups.sources}
+    from_lookup: set[fx.Node] = set()
+    for node in stage.graph.nodes:
+        if node.name in sources and node in from_lookup:
+            raise PassError(
+                f"{at(node)} computes ids from the result of another lookup: all ids must be known before the first lookup"
+            )
+        if node.name in calls or any(used in from_lookup for used in node.all_input_nodes):
+            from_lookup.add(node)
+
+
+def no_flat_lookup_left(stage: Stage) -> None:
+    """No node still reads a whole lookup collection."""
+    calls = {output.node for output in stage.lookups.outputs}
+    for node in stage.graph.nodes:
+        if node.name in calls:
+            raise PassError(f"pass 'split-towers': {at(node)} still reads every table on every rank")
+
+
+@dataclass(frozen=True)
+class SplitTowers(GraphPass):
+    name: ClassVar[str] = "split-towers"
+    takes: ClassVar[str] = "flat"
+    makes: ClassVar[str] = "towers"
+    requires = (ids_do_not_depend_on_lookups,)
+    ensures = (no_flat_lookup_left,)
+
+    def rewrite(self, draft: Draft) -> None:
+        lookups, plan = draft.stage.lookups, draft.stage.plan
+        nodes = {node.name: node for node in draft.graph.nodes}
+        calls = [nodes[output.node] for output in lookups.outputs]
+        sources = [nodes[source.node] for source in lookups.sources]
+        first = calls[0]
+        _move_before(draft.graph, first, sources)
+
+        entries = list(dict.fromkeys((lookup.source, lookup.feature) for lookup in lookups.lookups))
+        entry_of = {entry: index for index, entry in enumerate(entries)}
+        weighted = sorted({entry_of[x.source, x.feature] for x in lookups.lookups if x.weighted})
+        with draft.placing(before=first, like=first, step="lookup"):
+            ids = [
+                draft.call(f"ids_{i}", ReadIds(s), node) for i, (s, node) in enumerate(zip(lookups.sources, sources, strict=True))
+            ]
+            bags = draft.call("bags", LocalBags(SelectIds(entries, weighted, (), lookups.sources)), *ids)
+            towers = []
+            for index, tower in enumerate(plan.towers):
+                served = [lookups.lookup[name] for name in tower.features]
+                bag_of = [entry_of[x.source, x.feature] for x in served]
+                module = TowerLookups(draft.stage.root, index, served, lookups.table, bag_of)
+                towers.append(draft.call(f"tower_{index}", module, bags))
+            arrival = [name for tower in plan.towers for name in tower.features]
+            columns = draft.call("columns", JoinColumns(lookups, arrival), *towers)
+        for index, (output, call) in enumerate(zip(lookups.outputs, calls, strict=True)):
+            with draft.placing(before=first, like=call, step="lookup"):
+                part = draft.function(f"columns_{index}", operator.getitem, columns, index)
+                made = draft.call(f"output_{index}", MakeOutput(output, lookups), part)
+            call.replace_all_uses_with(made)
+        for call in reversed(calls):
+            draft.erase(call)
+
+
+def _move_before(graph: fx.Graph, anchor: fx.Node, sources: list[fx.Node]) -> None:
+    """Move everything that ``sources`` need, and that now stands behind ``anchor``, in front of it, in the same order."""
+    needed: set[fx.Node] = set()
+    stack = list(sources)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    behind = False
+    for node in list(graph.nodes):
+        if node is anchor:
+            behind = True
+        elif behind and node in needed:
+            anchor.prepend(node)
