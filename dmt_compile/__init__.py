@@ -1,4 +1,4 @@
-"""dmt_compile: from a flat recommender to a tower-partitioned program, proved equal (Disaggregated Multi-Tower, arXiv 2403.00877)."""
+"""From a flat recommender to a tower-partitioned program, proved equal (Disaggregated Multi-Tower, arXiv 2403.00877)."""
 
 from .errors import (
     CaptureError,

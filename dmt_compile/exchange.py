@@ -52,8 +52,8 @@ class Exchange:
     """An AlltoAll of pooled rows along one axis of the tower grid (section 3.1).
 
     ``axis`` names the process group: "world" (classic scheme), "tower" (step d) or "peer" (step g). ``widths`` holds the
-    number of pooled columns that each rank's tables make, ``itemsize`` the bytes of one value. A rank cuts its rows into one run per member of its group and
-    sends every run with all its columns; all sizes may differ.
+    number of pooled columns that each rank's tables make, ``itemsize`` the bytes of one value. A rank cuts its rows into one
+    run per member of its group and sends every run with all its columns; all sizes may differ.
     """
 
     axis: Axis

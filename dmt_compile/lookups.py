@@ -32,9 +32,13 @@ class Table:
 
 @dataclass(frozen=True)
 class IdSource:
-    """A place in the graph where ids come from: ``node`` yields them, ``features`` are the keys read from it."""
+    """A place in the graph where ids come from: ``node`` yields them, ``features`` are the keys read from it.
+
+    ``label`` is what errors call it: the user's expression where that is known.
+    """
 
     node: str
+    label: str
     features: tuple[str, ...]
     weighted: bool
 

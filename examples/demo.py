@@ -276,12 +276,13 @@ def _positive(text: str) -> int:
 
 
 def _first_failure(error: ChildFailedError) -> str:
-    """Which rank failed and why; ranks that merely lost their connection to it come last."""
+    """Which rank failed and why; ranks that merely suffered from it come last."""
     reasons = []
     for rank, failure in error.failures.items():
         message: Any = failure.message
         text = str(message.get("message", message) if isinstance(message, dict) else message).strip()
-        reasons.append(("connection" in text.lower(), failure.timestamp, f"rank {rank} failed: {text}"))
+        consequence = "connection" in text.lower() or text.startswith("DistributedError")
+        reasons.append((consequence, failure.timestamp, f"rank {rank} failed: {text}"))
     return min(reasons)[-1]
 
 

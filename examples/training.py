@@ -86,8 +86,7 @@ def load_data(settings: Settings) -> tuple[RecDataset, RecDataset]:
     train, test = data.split(seed=settings.seed)
     if test.labels.min() == test.labels.max():
         raise DataError(
-            f"{data.title}: all {len(test)} test samples have the same label, "
-            "which leaves their AUC undefined; use more data"
+            f"{data.title}: all {len(test)} test samples have the same label, which leaves their AUC undefined; use more data"
         )
     return train, test
 
@@ -125,29 +124,24 @@ def train_towers(settings: Settings, weights: Path, width: int) -> Result:
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=WAIT)
-    try:
-        rank = dist.get_rank()
-        train, test = load_data(settings)
-        model = build_model(settings, train)
-        topology = dmt_compile.Topology(hosts=settings.hosts, ranks_per_host=settings.ranks_per_host)
-        module = dmt_compile.towerize(model, topology).distribute()
-        module.traffic.reset()
-        loss, seconds, steps = _train(
-            settings,
-            module,
-            list(module.table_parameters()),
-            list(module.dense_parameters()),
-            train,
-            Console(width=width, quiet=rank != 0),
-        )
-        inside, across = module.traffic.inside_host, module.traffic.across_hosts
-        test_loss, auc = evaluate(module, test)
-        state = module.full_state_dict()
-        if rank == 0:
-            torch.save(state, weights)
-        return Result(loss, test_loss, auc, seconds, steps, inside, across)
-    finally:
-        dist.destroy_process_group()
+    rank = dist.get_rank()
+    train, test = load_data(settings)
+    model = build_model(settings, train)
+    topology = dmt_compile.Topology(hosts=settings.hosts, ranks_per_host=settings.ranks_per_host)
+    module = dmt_compile.towerize(model, topology).distribute()
+    tables, dense = list(module.table_parameters()), list(module.dense_parameters())
+    module.traffic.reset()
+    console = Console(width=width, quiet=rank != 0)
+    loss, seconds, steps = _train(settings, module, tables, dense, train, console)
+    inside, across = module.traffic.inside_host, module.traffic.across_hosts
+    test_loss, auc = evaluate(module, test)
+    state = module.full_state_dict()
+    if rank == 0:
+        torch.save(state, weights)
+    # Not after an error: a rank that closes its connections early makes the others report the consequence.
+    module.close()
+    dist.destroy_process_group()
+    return Result(loss, test_loss, auc, seconds, steps, inside, across)
 
 
 def _train(
@@ -161,9 +155,7 @@ def _train(
     """Train on this rank's share of every global batch: mean loss of the last epoch, seconds, steps."""
     rank, world_size = _rank()
     groups = [(tables, _TABLE_RATE), (dense, _DENSE_RATE)]
-    optimizer = torch.optim.Adagrad(
-        [{"params": params, "lr": rate} for params, rate in groups if params], eps=_EPS
-    )
+    optimizer = torch.optim.Adagrad([{"params": params, "lr": rate} for params, rate in groups if params], eps=_EPS)
     steps = len(data) // settings.batch_size
     what = "loss" if world_size == 1 else "loss of rank 0"
     total = torch.zeros((), dtype=torch.float64)
@@ -172,9 +164,7 @@ def _train(
         for epoch in range(settings.epochs):
             task = progress.add_task(f"epoch {epoch + 1}", total=steps, what=what, loss=math.nan)
             total.zero_()
-            batches = data.batches(
-                settings.batch_size, settings.seed, epoch=epoch, rank=rank, world_size=world_size
-            )
+            batches = data.batches(settings.batch_size, settings.seed, epoch=epoch, rank=rank, world_size=world_size)
             for step, batch in enumerate(batches, start=1):
                 optimizer.zero_grad()
                 loss, _ = module(batch)

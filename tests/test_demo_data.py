@@ -134,9 +134,7 @@ def test_recbole_is_found_without_import(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_recbole_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        DataError, match=r"recbole is not installed(.|\n)*pip install --no-deps recbole==[\d.]+$"
-    ):
+    with pytest.raises(DataError, match=r"recbole is not installed(.|\n)*pip install --no-deps recbole==[\d.]+$"):
         movielens.load()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from .. import versions
 from ..errors import CaptureError, InputError, at, source_location
 from ..jagged import permute_blocks
 from ..lookups import IdSource, Lookup, LookupOutput, LookupSet, Pooling, Table
@@ -55,9 +57,12 @@ def find_lookups(flat: fx.GraphModule) -> LookupSet:
 
     Raises:
         CaptureError: the graph calls none, or a table is also used outside its collection.
+        DependencyError: it calls none, and torchrec is missing or does not load.
     """
     calls = [n for n in flat.graph.nodes if n.op == "call_module" and is_collection(flat.get_submodule(str(n.target)))]
     if not calls:
+        # Whoever has no working torchrec should hear that first: the model may hold stand-ins for its modules.
+        versions.require_torchrec()
         raise CaptureError(
             "no embedding lookup was found: the graph of the model calls no torchrec EmbeddingBagCollection, so there is nothing "
             "to spread over towers"
@@ -139,7 +144,8 @@ class _Builder:
             )
         if bag.max_norm is not None or bag.scale_grad_by_freq or bag.padding_idx is not None:
             raise CaptureError(
-                f"table '{name}' of '{target}' sets max_norm, scale_grad_by_freq or padding_idx, which EmbeddingBagCollection never does: "
+                f"table '{name}' of '{target}' sets max_norm, scale_grad_by_freq or padding_idx, "
+                "which EmbeddingBagCollection never does: "
                 "such a bag cannot be served by a remote rank with the same result"
             )
         unique = f"{target}.{name}" if name in self.repeated_tables else name
@@ -149,8 +155,23 @@ class _Builder:
         return table
 
     def build(self) -> LookupSet:
-        sources = tuple(IdSource(node.name, tuple(features), weighted) for node, (_, features, weighted) in self.sources.items())
+        sources = tuple(
+            IdSource(node.name, _label(node), tuple(features), weighted) for node, (_, features, weighted) in self.sources.items()
+        )
         return LookupSet(tuple(self.tables), sources, tuple(self.lookups), tuple(self.outputs))
+
+
+def _label(node: fx.Node) -> str:
+    """How a user would write the value of a node, where it comes straight from an argument; the node's name otherwise."""
+    if node.op == "placeholder":
+        return str(node.target)
+    inner = node.args[0] if node.args else None
+    if isinstance(inner, fx.Node) and node.op == "call_function":
+        if node.target is getattr:
+            return f"{_label(inner)}.{node.args[1]}"
+        if node.target is operator.getitem:
+            return f"{_label(inner)}[{node.args[1]!r}]"
+    return node.name
 
 
 def _pooling(pooling: Any) -> Pooling:
@@ -174,7 +195,8 @@ def _refuse_other_uses(flat: fx.GraphModule, weights: dict[int, str], calls: Seq
         for parameter in used:
             if id(parameter) in weights:
                 raise CaptureError(
-                    f"table '{weights[id(parameter)]}' is also used as a weight by {at(node)}: a table that moves to one rank cannot be read "
+                    f"table '{weights[id(parameter)]}' is also used as a weight by {at(node)}: "
+                    "a table that moves to one rank cannot be read "
                     "elsewhere; give that place a parameter of its own"
                 )
 
@@ -188,20 +210,22 @@ def read_ids(batch: KeyedJaggedTensor, source: IdSource) -> tuple[list[str], tor
     """
     cls = _loaded("torchrec.sparse.jagged_tensor", "KeyedJaggedTensor")
     if cls is None or not isinstance(batch, cls):
-        raise InputError(f"'{source.node}' must be a torchrec KeyedJaggedTensor, got {type(batch).__name__}")
+        raise InputError(f"'{source.label}' must be a torchrec KeyedJaggedTensor, got {type(batch).__name__}")
     if batch.variable_stride_per_key() or batch.inverse_indices_or_none() is not None:
         raise InputError(
-            f"'{source.node}' has a batch size of its own per feature (variable stride): expand the features to one batch size first"
+            f"'{source.label}' has a batch size of its own per feature (variable stride): "
+            "expand the features to one batch size first"
         )
     keys, lengths, size = batch.keys(), batch.lengths(), batch.stride()
     if lengths.numel() != len(keys) * size:
         raise InputError(
-            f"'{source.node}' has {lengths.numel()} lengths, but {len(keys)} features x batch size {size} need {len(keys) * size}"
+            f"'{source.label}' has {lengths.numel()} lengths, but {len(keys)} features x batch size {size} need {len(keys) * size}"
         )
     weights = batch.weights_or_none()
     if source.weighted and weights is None:
         raise InputError(
-            f"'{source.node}' has no weights, but a weighted EmbeddingBagCollection reads {', '.join(map(repr, source.features[:4]))} from it"
+            f"'{source.label}' has no weights, but a weighted EmbeddingBagCollection reads "
+            f"{', '.join(map(repr, source.features[:4]))} from it"
         )
     return keys, batch.values(), lengths.view(len(keys), size), weights if source.weighted else None
 

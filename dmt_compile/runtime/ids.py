@@ -118,7 +118,7 @@ class SelectIds(nn.Module):
             if (number, feature) not in found:
                 have = ", ".join(repr(key) for key in all_keys[number][:12]) + (", ..." if len(all_keys[number]) > 12 else "")
                 raise InputError(
-                    f"the batch has no feature '{feature}', which the model looks up from '{self.sources[number].node}'; it has {have}"
+                    f"the batch has no feature '{feature}', which the model looks up from '{self.sources[number].label}'; it has {have}"
                 )
         order = [found[entry][0] for entry in self.entries]
         weighted = [found[self.entries[position]][1] for position in self.weighted]
@@ -129,7 +129,7 @@ class SelectIds(nn.Module):
         order, weighted = self.positions([one.keys for one in ids])
         sizes = {one.lengths.shape[1] for one in ids}
         if len(sizes) > 1:
-            named = ", ".join(f"'{s.node}' {one.lengths.shape[1]}" for s, one in zip(self.sources, ids, strict=True))
+            named = ", ".join(f"'{s.label}' {one.lengths.shape[1]}" for s, one in zip(self.sources, ids, strict=True))
             raise InputError(f"the sparse inputs have different batch sizes: {named}")
         values, lengths = _stack(ids)
         weights = None
@@ -140,7 +140,7 @@ class SelectIds(nn.Module):
             weights = _select(all_weights, weight_lengths, weighted)
         if int(lengths.sum()) != values.numel():
             raise InputError(
-                f"the lengths of {', '.join(repr(s.node) for s in self.sources)} add up to {int(lengths.sum())} ids, but there are {values.numel()}"
+                f"the lengths of {', '.join(repr(s.label) for s in self.sources)} add up to {int(lengths.sum())} ids, but there are {values.numel()}"
             )
         values = _select(values, lengths, order)
         if order != list(range(lengths.shape[0])):

@@ -106,12 +106,14 @@ def _exchange(transfers: Mapping[int, _Transfer], grid: TowerGrid) -> dict[int, 
     for rank, transfer in transfers.items():
         if sum(transfer.in_splits) != transfer.payload.numel():
             raise VerificationError(
-                f"{_named(transfer.node)}: rank {rank} sends {transfer.payload.numel()} values, its input splits add up to {sum(transfer.in_splits)}"
+                f"{_named(transfer.node)}: rank {rank} sends {transfer.payload.numel()} values, "
+                f"its input splits add up to {sum(transfer.in_splits)}"
             )
         members[rank] = _members(grid, transfer.axis, rank)
         if not len(members[rank]) == len(transfer.in_splits) == len(transfer.out_splits):
             raise VerificationError(
-                f"{_named(transfer.node)}: rank {rank} has {len(transfer.in_splits)} input and {len(transfer.out_splits)} output splits for a "
+                f"{_named(transfer.node)}: rank {rank} has {len(transfer.in_splits)} input and {len(transfer.out_splits)} output splits "
+                "for a "
                 f"group of {len(members[rank])} ranks"
             )
         parts[rank] = transfer.payload.split(list(transfer.in_splits))
@@ -128,7 +130,8 @@ def _exchange(transfers: Mapping[int, _Transfer], grid: TowerGrid) -> dict[int, 
             part = parts[member][place]
             if part.numel() != transfer.out_splits[position]:
                 raise VerificationError(
-                    f"{_named(transfer.node)}: rank {rank} expects {transfer.out_splits[position]} values from rank {member}, which sends {part.numel()}"
+                    f"{_named(transfer.node)}: rank {rank} expects {transfer.out_splits[position]} values "
+                    f"from rank {member}, which sends {part.numel()}"
                 )
             if part.dtype != transfer.payload.dtype:
                 raise VerificationError(
@@ -188,6 +191,7 @@ def _execute(program: BoundGraph, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _call(program: BoundGraph, node: fx.Node, args: Any, kwargs: Any) -> _Steps:
     if node.op == "call_function":
+        assert callable(node.target)
         return node.target(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)

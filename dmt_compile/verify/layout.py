@@ -121,7 +121,8 @@ class _Checker:
 
     def visit(self, node: fx.Node) -> Any:
         if node.target is ALL_TO_ALL:
-            return self.all_to_all(*[self.value(arg) for arg in node.args[:3]], axis=node.args[3])
+            payload, out_splits, in_splits = (self.value(arg) for arg in node.args[:3])
+            return self.all_to_all(payload, out_splits, in_splits, node.args[3])
         if node.target is WAIT:
             value = self.value(node.args[0])
             self.expect(isinstance(value, _InFlight), "waits for something that is not a collective")
@@ -257,7 +258,7 @@ class _Checker:
         return rows
 
     def takes(self, exchange: Exchange, rows: Any) -> None:
-        """The rows' real layout on every rank is the one the exchange is made for, and its runs of rows are those of its members."""
+        """The rows' real layout on every rank is the one the exchange is made for, cut into the runs of its members."""
         self.expect(isinstance(rows, _Rows), "exchanges something that is not pooled rows")
         self.expect(exchange.grid == self.plan.grid, f"the exchange is made for {exchange.grid}, the plan has {self.plan.grid}")
         self.expect(exchange.widths == self.widths, "the exchange expects other numbers of columns than the tables make")
@@ -303,7 +304,8 @@ class _Checker:
             for value, direction in ((in_splits, "in"), (out_splits, "out")):
                 self.expect(
                     isinstance(value, _Sizes) and value.kind == f"{payload.kind}_{direction}",
-                    f"its {direction}put splits are not the sizes of the {payload.kind} it {'sends' if direction == 'in' else 'receives'}",
+                    f"its {direction}put splits are not the sizes of the {payload.kind} "
+                    f"it {'sends' if direction == 'in' else 'receives'}",
                 )
         return _InFlight(_Ids(f"{payload.kind} received", payload.select, payload.module))
 

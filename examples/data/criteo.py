@@ -46,9 +46,7 @@ def load(path: Path, rows: int = ROWS, limit: int | None = LIMIT) -> RecDataset:
         for name, text in zip(SPARSE, fields[14:], strict=True):
             if text not in known:
                 if not _HEX.fullmatch(text):
-                    raise DataError(
-                        f"{where}: {name} is {text!r}, expected a hexadecimal category or nothing"
-                    )
+                    raise DataError(f"{where}: {name} is {text!r}, expected a hexadecimal category or nothing")
                 known[text] = 1 + int(text, 16) % (rows - 1)
             ids.append(known[text])
     if not labels:

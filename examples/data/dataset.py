@@ -98,14 +98,11 @@ class RecDataset:
             raise DataError(f"{self.title}: no samples")
         if self.dense.shape != (samples, len(self.dense_names)):
             raise DataError(
-                f"{self.title}: dense features have shape {tuple(self.dense.shape)}, "
-                f"expected {(samples, len(self.dense_names))}"
+                f"{self.title}: dense features have shape {tuple(self.dense.shape)}, expected {(samples, len(self.dense_names))}"
             )
         for feature in self.sparse:
             if len(feature) != samples:
-                raise DataError(
-                    f"{self.title}: feature {feature.name!r} has {len(feature)} bags, expected {samples}"
-                )
+                raise DataError(f"{self.title}: feature {feature.name!r} has {len(feature)} bags, expected {samples}")
 
     def __len__(self) -> int:
         return self.labels.numel()
@@ -130,8 +127,7 @@ class RecDataset:
         tests = round(len(self) * test_fraction)
         if not 0 < tests < len(self):
             raise DataError(
-                f"{self.title}: {len(self)} samples cannot be split into a train and a test part "
-                f"with test fraction {test_fraction}"
+                f"{self.title}: {len(self)} samples cannot be split into a train and a test part with test fraction {test_fraction}"
             )
         order = _shuffle(len(self), seed)
         return self.take(order[tests:]), self.take(order[:tests])
@@ -149,9 +145,7 @@ class RecDataset:
             labels=self.labels[samples],
         )
 
-    def batches(
-        self, batch_size: int, seed: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1
-    ) -> Iterator[Batch]:
+    def batches(self, batch_size: int, seed: int, *, epoch: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """This rank's share of every global batch of one epoch.
 
         The order depends on `seed` and `epoch` alone, so that runs of any world size see the same

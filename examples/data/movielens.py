@@ -70,19 +70,13 @@ def read_atomic(path: Path) -> AtomicFile:
     for index, field in enumerate(lines[0].split("\t")):
         name, _, kind = field.partition(":")
         if kind not in _TYPES or not name or name in columns:
-            raise DataError(
-                f"{path}:1: header field {field!r}, expected a new name:type "
-                f"with type one of {', '.join(_TYPES)}"
-            )
+            raise DataError(f"{path}:1: header field {field!r}, expected a new name:type with type one of {', '.join(_TYPES)}")
         columns[name] = index
     rows = []
     for number, line in enumerate(lines[1:], start=2):
         row = tuple(line.split("\t"))
         if len(row) != len(columns):
-            raise DataError(
-                f"{path}:{number}: {len(row)} tab-separated fields, "
-                f"expected {len(columns)} ({', '.join(columns)})"
-            )
+            raise DataError(f"{path}:{number}: {len(row)} tab-separated fields, expected {len(columns)} ({', '.join(columns)})")
         rows.append(row)
     return AtomicFile(path, columns, rows)
 
@@ -141,9 +135,7 @@ def load(folder: Path | None = None) -> RecDataset:
     film_age = torch.tensor([time.year for time in times]) - released
     genres = torch.tensor([float(len(text.split())) for text in films.column("class")])[film]
     history = _history(user.tolist(), film.tolist(), stamps)
-    dense = torch.stack(
-        [ages, film_age.nan_to_num(0.0).clamp_min(0).log1p(), genres, *history.log1p()], dim=1
-    )
+    dense = torch.stack([ages, film_age.nan_to_num(0.0).clamp_min(0).log1p(), genres, *history.log1p()], dim=1)
     labels = (torch.tensor(ratings.numbers("rating")) >= LIKED).float()
     return RecDataset("MovieLens-100K", _DENSE, dense.float(), tuple(sparse), labels)
 
