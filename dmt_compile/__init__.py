@@ -1,5 +1,8 @@
 """From a flat recommender to a tower-partitioned program, proved equal (Disaggregated Multi-Tower, arXiv 2403.00877)."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .errors import (
     CaptureError,
     DependencyError,
@@ -11,12 +14,40 @@ from .errors import (
     TopologyError,
     VerificationError,
 )
-from .plan import Tower, TowerPlan
-from .program import TowerProgram, towerize
-from .topology import Topology
-from .verify.certificate import Certificate, Check
+
+if TYPE_CHECKING:
+    from .plan import Tower, TowerPlan
+    from .program import TowerProgram, towerize
+    from .runtime.rank_module import RankModule
+    from .topology import Topology
+    from .verify.certificate import Certificate, Check
 
 __version__ = "0.1.0"
+
+# Loaded on first use, so that the command line can explain an installation in which torch does not load.
+_HOMES = {
+    "Certificate": "verify.certificate",
+    "Check": "verify.certificate",
+    "RankModule": "runtime.rank_module",
+    "Topology": "topology",
+    "Tower": "plan",
+    "TowerPlan": "plan",
+    "TowerProgram": "program",
+    "towerize": "program",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
 
 __all__ = [
     "CaptureError",
@@ -28,6 +59,7 @@ __all__ = [
     "InputError",
     "PassError",
     "PlanError",
+    "RankModule",
     "Topology",
     "TopologyError",
     "Tower",

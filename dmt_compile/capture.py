@@ -7,11 +7,14 @@ and no tracing side effect, reaches the user's objects.
 from __future__ import annotations
 
 import linecache
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import CodeType, FrameType
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from .adapters import torchrec as torchrec_adapter
-from .errors import CaptureError
+from .errors import CaptureError, source_location
 from .graphs import EXTRAS, clone_sharing_tensors, graph_module_over
 
 _LIBRARY_DIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
@@ -37,27 +40,97 @@ class Captured:
 def capture(model: nn.Module) -> Captured:
     """Trace ``model`` symbolically. The model is left as it is.
 
-    Submodules that cannot be traced and hold no embedding lookup are kept whole and reported in ``leaves``.
+    Submodules that cannot be traced, or read ``self.training``, and hold no embedding lookup are kept whole and reported in
+    ``leaves``.
 
     Raises:
-        CaptureError: the model is not a module, is already sharded or wrapped, or the way to a lookup cannot be traced;
-            the message shows the user's line.
+        CaptureError: the model is not a module, is already sharded or wrapped, or the way to a lookup cannot be traced or
+            depends on ``self.training``; the message shows the user's line.
     """
     _check_model(model)
-    root = clone_sharing_tensors(model)
-    try:
-        # Reading buffers as graph nodes keeps them live; code that looks inside a buffer while it is traced needs its values.
-        tracer = _Tracer(proxy_buffers=True)
-        graph = tracer.trace(root)
-    except Exception:
+    whole: dict[str, str] = {}
+    while True:
+        root, graph, leaves = _trace(model, whole, flipped=False)
+        # A graph would keep for ever the way that forward takes in the mode in which it is traced.
+        _, other, _ = _trace(model, whole, flipped=True)
+        node = _first_difference(graph, other)
+        if node is None:
+            flat = graph_module_over(root, graph, {}, f"Flat{type(model).__name__}")
+            return Captured(flat, root, leaves)
+        path = _innermost_without_lookup(node, root, whole)
+        where = f"{source_location(node) or type(model).__name__}: takes another way in training than in evaluation"
+        if path is None:
+            raise CaptureError(
+                f"{where}: code on the way to a lookup must not read self.training; use modules such as nn.Dropout, which look at "
+                "their own mode when they run, or move the code into a submodule that holds no lookup (it is then kept whole)"
+            )
+        whole[path] = where
+
+
+def _trace(model: nn.Module, whole: Mapping[str, str], flipped: bool) -> tuple[nn.Module, fx.Graph, dict[str, str]]:
+    """A clone of ``model``, its graph and its leaves; ``flipped`` traces every module in its other mode."""
+    failure: Exception | None = None
+    # Reading buffers as graph nodes keeps them live; code that looks inside a buffer while it is traced needs its values.
+    for proxy_buffers in (True, False):
         root = clone_sharing_tensors(model)
-        tracer = _Tracer(proxy_buffers=False)
+        if flipped:
+            for module in root.modules():
+                module.training = not module.training
+        tracer = _Tracer(proxy_buffers, whole)
         try:
-            graph = tracer.trace(root)
+            with _without_tracing_advice():
+                return root, tracer.trace(root), tracer.leaves
         except Exception as error:
-            raise _explain(error, model) from error
-    flat = graph_module_over(root, graph, {}, f"Flat{type(model).__name__}")
-    return Captured(flat, root, tracer.leaves)
+            failure = error
+    assert failure is not None
+    raise _explain(failure, model) from failure
+
+
+def _first_difference(a: fx.Graph, b: fx.Graph) -> fx.Node | None:
+    """The first node of either graph that has no equal in the other."""
+    place: dict[fx.Node, int] = {}
+    pairs: list[tuple[fx.Node | None, fx.Node | None]] = list(zip_longest(a.nodes, b.nodes))
+    for index, (mine, theirs) in enumerate(pairs):
+        if mine is None or theirs is None:
+            return mine or theirs
+        place[mine] = place[theirs] = index
+        if (mine.op, mine.target) != (theirs.op, theirs.target):
+            return mine
+        if _plain((mine.args, mine.kwargs), place) != _plain((theirs.args, theirs.kwargs), place):
+            return mine
+    return None
+
+
+def _plain(value: Any, place: Mapping[fx.Node, int]) -> Any:
+    """Arguments of a node in a form that can be compared between two graphs."""
+    if isinstance(value, fx.Node):
+        return ("node", place[value])
+    if isinstance(value, list | tuple):
+        return [_plain(item, place) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item, place) for key, item in value.items()}
+    if isinstance(value, slice):
+        return [_plain(item, place) for item in (value.start, value.stop, value.step)]
+    return value if isinstance(value, int | float | str | None) and value == value else type(value)
+
+
+def _innermost_without_lookup(node: fx.Node, root: nn.Module, whole: Mapping[str, str]) -> str | None:
+    for path, _ in reversed(list(node.meta.get("nn_module_stack", {}).values())):
+        if path and path not in whole and not torchrec_adapter.holds_collection(root.get_submodule(path)):
+            return str(path)
+    return None
+
+
+@contextmanager
+def _without_tracing_advice() -> Iterator[None]:
+    """Keep back what torch.fx advises TorchRec's authors while it traces; it is nothing to the user."""
+    logger = logging.getLogger("torch.fx._symbolic_trace")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _check_model(model: object) -> None:
@@ -76,18 +149,21 @@ def _check_model(model: object) -> None:
 class _Tracer(fx.Tracer):
     """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
 
-    def __init__(self, proxy_buffers: bool) -> None:
+    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str]) -> None:
         super().__init__(param_shapes_constant=True)
         self.proxy_buffer_attributes = proxy_buffers
+        self.whole = whole
         self.leaves: dict[str, str] = {}
         self._attribute_proxies: list[dict[str, Any]] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return torchrec_adapter.is_collection(m) or super().is_leaf_module(m, module_qualified_name)
+        whole = torchrec_adapter.is_collection(m) or torchrec_adapter.must_stay_whole(m)
+        return whole or super().is_leaf_module(m, module_qualified_name)
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         proxy = super().create_proxy(*args, **kwargs)
-        where = _user_frame(sys._getframe(1))
+        # Placeholders are made before the user's forward runs.
+        where = _user_frame(sys._getframe(1)) if proxy.node.op != "placeholder" else None
         if where is not None:
             code, line = where
             text = linecache.getline(code.co_filename, line).strip()
@@ -101,6 +177,9 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self.path_of_module(m)
+        if path in self.whole:
+            self.leaves[path] = self.whole[path]
+            return self.create_proxy("call_module", path, args, kwargs)
         if self.is_leaf_module(m, path) or torchrec_adapter.holds_collection(m):
             return super().call_module(m, forward, args, kwargs)
         mark = next(reversed(self.graph.nodes), None)

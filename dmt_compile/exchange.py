@@ -35,6 +35,9 @@ class Block:
 
 
 def _equal(a: Sequence[int], b: Sequence[int]) -> bool:
+    # Python compares a tuple with itself element by element, here for every rank.
+    if a is b:
+        return True
     if type(a) is type(b):
         return a == b
     return len(a) == len(b) and tuple(a) == tuple(b)

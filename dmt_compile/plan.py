@@ -134,7 +134,7 @@ class TowerPlan:
             towers = tuple(
                 Tower(
                     _names(t["features"]),
-                    tuple(int(r) for r in t["ranks"]),
+                    _ranks(t["ranks"]),
                     tuple(_names(names) for names in t["tables"]),
                 )
                 for t in data["towers"]
@@ -154,7 +154,19 @@ class TowerPlan:
 def _names(values: Iterable[object]) -> tuple[str, ...]:
     if isinstance(values, str):
         raise TypeError(f"expected a list of names, got the text {values!r}")
-    return tuple(str(value) for value in values)
+    names = tuple(values)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"expected a name, got {name!r}")
+    return names  # type: ignore[return-value]
+
+
+def _ranks(values: Iterable[object]) -> tuple[int, ...]:
+    ranks = tuple(values)
+    for rank in ranks:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"expected a rank, got {rank!r}")
+    return ranks  # type: ignore[return-value]
 
 
 def resolve_feature_groups(groups: Sequence[Sequence[str]], lookups: LookupSet) -> list[list[Lookup]]:
@@ -170,8 +182,9 @@ def resolve_feature_groups(groups: Sequence[Sequence[str]], lookups: LookupSet) 
         by_feature.setdefault(lookup.feature, []).append(lookup)
     tower_of: dict[str, int] = {}
     for index, group in enumerate(groups):
-        if isinstance(group, str):
-            raise PlanError(f"towers[{index}] is the text {group!r}: each tower is a list of feature names")
+        if isinstance(group, str) or not isinstance(group, Iterable):
+            what = f"the text {group!r}" if isinstance(group, str) else f"of type {type(group).__name__}"
+            raise PlanError(f"towers[{index}] is {what}: each tower is a list of feature names")
         for name in group:
             found = [lookups.lookup[name]] if name in lookups.lookup else by_feature.get(name, [])
             if not found:

@@ -182,7 +182,7 @@ def _results(flat: Result, towers: Result, back: tuple[float, float], ranks: int
 
 
 def _traffic(towers: list[Result], ranks_per_host: int) -> Table:
-    table = Table(caption="Bytes of the embedding exchanges, forward and backward.", caption_justify="left")
+    table = Table(caption="Bytes of ids and embeddings, forward and backward.", caption_justify="left")
     for name in ("host", "rank", "sent inside its host", "sent across hosts"):
         table.add_column(name, justify="right")
     for rank, result in enumerate(towers):

@@ -24,6 +24,7 @@ from dmt_compile.stage import ALL_TO_ALL, WAIT, Stage
 from dmt_compile.verify.layout import check_layout
 
 from .base import Draft, GraphPass
+from .effects import effect_of
 
 
 def only_collectives_move_data(stage: Stage) -> None:
@@ -45,7 +46,7 @@ class Lower(GraphPass):
             _lower_route(draft, node)
         for node in draft.calls(ExchangeRows):
             _lower_exchange(draft, node)
-        _overlap(draft.graph)
+        _overlap(draft)
 
 
 def _transfer(draft: Draft, name: str, buffer: Any, out_splits: Any, in_splits: Any, axis: str) -> fx.Node:
@@ -96,12 +97,14 @@ def _lower_route(draft: Draft, node: fx.Node) -> None:
     draft.erase(node)
 
 
-def _overlap(graph: fx.Graph) -> None:
+def _overlap(draft: Draft) -> None:
     """Run what leads to the last collective first, then what does not need its result, then the rest.
 
-    Order inside each of the three groups is kept, so random numbers are drawn in the flat model's order. Dense layers that do
-    not need embeddings thereby stand between the start of the peer exchange and its wait.
+    Order inside each of the three groups is kept. Dense layers that do not need embeddings thereby stand between the start of
+    the peer exchange and its wait. A node that draws random numbers or writes to its input never changes places with another
+    that it could be told apart from.
     """
+    graph = draft.graph
     starts = [node for node in graph.nodes if node.target is ALL_TO_ALL]
     if not starts:
         return
@@ -110,11 +113,35 @@ def _overlap(graph: fx.Graph) -> None:
     waiting = _closure([n for n in last.users], lambda n: list(n.users))
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     (output,) = [n for n in graph.nodes if n.op == "output"]
+    effects = {n: effect for n in nodes if (effect := effect_of(draft, n))}
+    _lead_with_effects(nodes, leading, effects)
+    _wait_with_effects(nodes, leading, waiting, effects)
     ordered = [n for n in nodes if n in leading]
     ordered += [n for n in nodes if n not in leading and n not in waiting]
     ordered += [n for n in nodes if n in waiting]
     for node in ordered:
         output.prepend(node)
+
+
+def _lead_with_effects(nodes: list[fx.Node], leading: set[fx.Node], effects: dict[fx.Node, str]) -> None:
+    """Nothing may be overtaken by a leading node with an effect, nor a node that writes by any leading node."""
+    last = max(index for index, n in enumerate(nodes) if n in leading)
+    places = [i for i, n in enumerate(nodes[: last + 1]) if n in effects and (n in leading or effects[n] == "writes")]
+    if places:
+        leading.update(nodes[: places[-1] + 1])
+
+
+def _wait_with_effects(nodes: list[fx.Node], leading: set[fx.Node], waiting: set[fx.Node], effects: dict[fx.Node, str]) -> None:
+    """No node may overtake a waiting node with an effect, and no node that writes may overtake a waiting node."""
+    some = barrier = False
+    for node in nodes:
+        if node in leading:
+            continue
+        if barrier or (some and effects.get(node) == "writes") or any(used in waiting for used in node.all_input_nodes):
+            waiting.add(node)
+        if node in waiting:
+            some = True
+            barrier = barrier or node in effects
 
 
 def _closure(seeds: list[fx.Node], following: Any) -> set[fx.Node]:

@@ -30,11 +30,12 @@ def ids_do_not_depend_on_lookups(stage: Stage) -> None:
     sources = {source.node for source in stage.lookups.sources}
     from_lookup: set[fx.Node] = set()
     for node in stage.graph.nodes:
-        if node.name in sources and node in from_lookup:
+        depends = any(used in from_lookup for used in node.all_input_nodes)
+        if node.name in sources and depends:
             raise PassError(
                 f"{at(node)} computes ids from the result of another lookup: all ids must be known before the first lookup"
             )
-        if node.name in calls or any(used in from_lookup for used in node.all_input_nodes):
+        if node.name in calls or depends:
             from_lookup.add(node)
 
 

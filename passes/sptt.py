@@ -43,11 +43,11 @@ def _rewrite_exchange(draft: Draft, node: fx.Node) -> None:
     assert isinstance(module, ExchangeRows)
     exchange = module.exchange
     pooled, sizes = node.args
-    grid = exchange.grid
+    inside = replace(exchange, axis="tower")
     with draft.placing(before=node, like=node, step="c"):
-        permuted = draft.call("permute", PeerPermute(grid.peer_order()), pooled, sizes)
+        permuted = draft.call("permute", PeerPermute(inside.source(0).rows), pooled, sizes)
     with draft.placing(before=node, like=node, step="d"):
-        tower = draft.call("exchange_tower", ExchangeRows(replace(exchange, axis="tower")), permuted, sizes)
+        tower = draft.call("exchange_tower", ExchangeRows(inside), permuted, sizes)
     with draft.placing(before=node, like=node, step="e"):
         shuffled = draft.call("shuffle", Shuffle(), tower)
     with draft.placing(before=node, like=node, step="g"):

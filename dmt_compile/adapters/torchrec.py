@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,12 @@ def is_collection(module: nn.Module) -> bool:
     """Whether ``module`` is a TorchRec ``EmbeddingBagCollection`` with the forward that TorchRec ships."""
     cls = _loaded("torchrec.modules.embedding_modules", "EmbeddingBagCollection")
     return cls is not None and isinstance(module, cls) and type(module).forward is cls.forward  # type: ignore[attr-defined]
+
+
+def must_stay_whole(module: nn.Module) -> bool:
+    """Whether ``module`` sets itself up from the first batch that it sees, which tracing would take for its final state."""
+    cls = _loaded("torchrec.modules.regroup", "KTRegroupAsDict")
+    return cls is not None and isinstance(module, cls)
 
 
 def holds_collection(module: nn.Module) -> bool:
@@ -79,11 +86,13 @@ class _Builder:
 
     def __init__(self, flat: fx.GraphModule, calls: Sequence[fx.Node]) -> None:
         self.flat = flat
-        self.weights: dict[int, str] = {}
+        # A table that two collections share goes by its first name, as in named_parameters().
+        self.parameter_names = {id(parameter): name for name, parameter in flat.named_parameters()}
+        self.weights: dict[int, Table] = {}
         self.tables: list[Table] = []
         self.lookups: list[Lookup] = []
         self.outputs: list[LookupOutput] = []
-        self.sources: dict[fx.Node, tuple[int, list[str], bool]] = {}
+        self.sources: dict[fx.Node, tuple[int, dict[str, None], bool]] = {}
         self.calls_of: dict[str, int] = {}
         table_names: dict[str, int] = {}
         lookup_names: dict[str, int] = {}
@@ -105,7 +114,7 @@ class _Builder:
                 f"{at(call)}: the EmbeddingBagCollection '{target}' is called without a KeyedJaggedTensor of the graph"
             )
         weighted = bool(collection.is_weighted())
-        index, features, was_weighted = self.sources.setdefault(source_node, (len(self.sources), [], False))
+        index, features, was_weighted = self.sources.setdefault(source_node, (len(self.sources), {}, False))
         self.sources[source_node] = (index, features, was_weighted or weighted)
         self.calls_of[target] = self.calls_of.get(target, 0) + 1
         call_name = target if self.calls_of[target] == 1 else f"{target}#{self.calls_of[target]}"
@@ -115,8 +124,7 @@ class _Builder:
             for feature in config.feature_names:
                 key = next(keys)
                 name = f"{call_name}:{key}" if key in self.repeated_lookups else key
-                if feature not in features:
-                    features.append(feature)
+                features.setdefault(feature)
                 self.lookups.append(
                     Lookup(
                         name=name,
@@ -136,8 +144,7 @@ class _Builder:
     def _table(self, target: str, name: str, bag: nn.EmbeddingBag) -> Table:
         weight = bag.weight
         if id(weight) in self.weights:
-            known = self.weights[id(weight)]
-            return next(table for table in self.tables if table.name == known)
+            return self.weights[id(weight)]
         if not weight.dtype.is_floating_point:
             raise CaptureError(
                 f"table '{name}' of '{target}' holds {weight.dtype}: quantised tables cannot be trained or partitioned"
@@ -149,8 +156,8 @@ class _Builder:
                 "such a bag cannot be served by a remote rank with the same result"
             )
         unique = f"{target}.{name}" if name in self.repeated_tables else name
-        table = Table(unique, f"{target}.embedding_bags.{name}.weight", weight.shape[0], weight.shape[1], weight.dtype)
-        self.weights[id(weight)] = unique
+        table = Table(unique, self.parameter_names[id(weight)], weight.shape[0], weight.shape[1], weight.dtype)
+        self.weights[id(weight)] = table
         self.tables.append(table)
         return table
 
@@ -183,9 +190,10 @@ def _pooling(pooling: Any) -> Pooling:
     raise CaptureError(f"pooling {pooling} is not one of SUM, MEAN")
 
 
-def _refuse_other_uses(flat: fx.GraphModule, weights: dict[int, str], calls: Sequence[fx.Node]) -> None:
+def _refuse_other_uses(flat: fx.GraphModule, weights: dict[int, Table], calls: Sequence[fx.Node]) -> None:
+    lookups = set(calls)
     for node in flat.graph.nodes:
-        if node.op == "call_module" and node not in calls:
+        if node.op == "call_module" and node not in lookups:
             used: list[Any] = list(flat.get_submodule(str(node.target)).parameters())
         elif node.op == "get_attr":
             path, _, attribute = str(node.target).rpartition(".")
@@ -195,7 +203,7 @@ def _refuse_other_uses(flat: fx.GraphModule, weights: dict[int, str], calls: Seq
         for parameter in used:
             if id(parameter) in weights:
                 raise CaptureError(
-                    f"table '{weights[id(parameter)]}' is also used as a weight by {at(node)}: "
+                    f"table '{weights[id(parameter)].name}' is also used as a weight by {at(node)}: "
                     "a table that moves to one rank cannot be read "
                     "elsewhere; give that place a parameter of its own"
                 )
@@ -205,11 +213,10 @@ def read_ids(batch: KeyedJaggedTensor, source: IdSource) -> tuple[list[str], tor
     """Keys, values (N,), lengths (F, B) and weights (N,) or None of a KeyedJaggedTensor.
 
     Raises:
-        InputError: not a KeyedJaggedTensor, one with another batch size per feature, one whose lengths do not fit, or one
-            without the weights that a weighted collection needs.
+        InputError: not a KeyedJaggedTensor, one with another batch size per feature, one whose lengths or weights do
+            not fit, or one without the weights that a weighted collection needs.
     """
-    cls = _loaded("torchrec.sparse.jagged_tensor", "KeyedJaggedTensor")
-    if cls is None or not isinstance(batch, cls):
+    if not is_jagged(batch):
         raise InputError(f"'{source.label}' must be a torchrec KeyedJaggedTensor, got {type(batch).__name__}")
     if batch.variable_stride_per_key() or batch.inverse_indices_or_none() is not None:
         raise InputError(
@@ -227,6 +234,8 @@ def read_ids(batch: KeyedJaggedTensor, source: IdSource) -> tuple[list[str], tor
             f"'{source.label}' has no weights, but a weighted EmbeddingBagCollection reads "
             f"{', '.join(map(repr, source.features[:4]))} from it"
         )
+    if source.weighted and weights is not None and weights.numel() != batch.values().numel():
+        raise InputError(f"'{source.label}' has {weights.numel()} weights for {batch.values().numel()} ids")
     return keys, batch.values(), lengths.view(len(keys), size), weights if source.weighted else None
 
 
@@ -237,21 +246,55 @@ def make_output(keys: Sequence[str], dims: Sequence[int], values: torch.Tensor) 
     return KeyedTensor(keys=list(keys), length_per_key=list(dims), values=values)
 
 
+def accept_empty_batches(root: nn.Module) -> None:
+    """Let the collections in ``root`` take batches without samples, which TorchRec's own forward cannot index."""
+    for module in root.modules():
+        if is_collection(module):
+            module.forward = functools.partial(_forward, module)
+
+
+def _forward(collection: Any, features: KeyedJaggedTensor) -> KeyedTensor:
+    if not is_jagged(features) or features.variable_stride_per_key() or features.stride() > 0:
+        result: KeyedTensor = type(collection).forward(collection, features)
+        return result
+    ids = features.values()[:0]
+    weights = features.weights()[:0] if collection.is_weighted() else None
+    pooled = [
+        bag(ids, ids.new_zeros(1), weights).float()
+        for bag, names in zip(collection.embedding_bags.values(), collection._feature_names, strict=True)
+        for _ in names
+    ]
+    return make_output(collection._embedding_names, collection._lengths_per_embedding, torch.cat(pooled, dim=1))
+
+
 def is_jagged(value: object) -> bool:
     """Whether ``value`` is a KeyedJaggedTensor."""
     cls = _loaded("torchrec.sparse.jagged_tensor", "KeyedJaggedTensor")
     return cls is not None and isinstance(value, cls)
 
 
-def batch_size(batch: KeyedJaggedTensor) -> int:
-    """Samples in a KeyedJaggedTensor.
+def batch_size(batch: KeyedJaggedTensor, where: str) -> int:
+    """Samples in a KeyedJaggedTensor; ``where`` names it in errors.
 
     Raises:
-        InputError: the features have different batch sizes.
+        InputError: the features have different batch sizes, or lengths, ids and weights do not fit each other.
     """
-    if batch.variable_stride_per_key():
-        raise InputError("a KeyedJaggedTensor with a batch size of its own per feature cannot be dealt over ranks")
-    return batch.stride()
+    if batch.variable_stride_per_key() or batch.inverse_indices_or_none() is not None:
+        raise InputError(
+            f"{where} has a batch size of its own per feature (variable stride): expand the features "
+            f"{', '.join(map(repr, batch.keys()[:8]))} to one batch size first"
+        )
+    keys, size, lengths = batch.keys(), batch.stride(), batch.lengths()
+    if lengths.numel() != len(keys) * size:
+        raise InputError(f"{where} has {lengths.numel()} lengths, which is not a multiple of its {len(keys)} features")
+    if bool((lengths < 0).any()):
+        raise InputError(f"{where} has negative lengths")
+    total, count, weights = int(lengths.sum()), batch.values().numel(), batch.weights_or_none()
+    if total != count:
+        raise InputError(f"{where}: the lengths of its features add up to {total} ids, but there are {count}")
+    if weights is not None and weights.numel() != count:
+        raise InputError(f"{where} has {weights.numel()} weights for {count} ids")
+    return int(size)
 
 
 def deal(batch: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTensor]:

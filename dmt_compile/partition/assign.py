@@ -30,22 +30,29 @@ def balanced(tables: Sequence[Table], lookups: LookupSet, bins: int) -> list[lis
     """
     if not tables:
         return [[] for _ in range(bins)]
-    columns = torch.tensor([float(sum(x.dim for x in lookups.lookups_of_table[t.name])) for t in tables], dtype=torch.float64)
-    memory = torch.tensor([float(t.bytes) for t in tables], dtype=torch.float64)
-    shares = torch.stack([columns / columns.sum().clamp(min=1), memory / memory.sum().clamp(min=1)], dim=1)
+    columns = _shares([sum(x.dim for x in lookups.lookups_of_table[t.name]) for t in tables])
+    memory = _shares([t.bytes for t in tables])
     # A stable sort and argmin's first minimum make the result the same on every rank.
-    order = torch.sort(shares.max(dim=1).values, descending=True, stable=True).indices.tolist()
-    loads = torch.zeros(bins, 2, dtype=torch.float64)
+    order = torch.sort(torch.maximum(columns, memory), descending=True, stable=True).indices.tolist()
+    # Two vectors and not one (bins, 2) tensor: max(dim) starts all threads however small, and waits for them if busy.
+    loads = torch.zeros(2, bins, dtype=torch.float64, device="cpu").unbind()
+    shares = list(zip(columns.tolist(), memory.tolist(), strict=True))
     bin_of = [0] * len(tables)
     for position in order:
-        after = loads + shares[position]
-        target = int((after.max(dim=1).values + 1e-3 * after.sum(dim=1)).argmin())
-        loads[target] = after[target]
+        after = [load + share for load, share in zip(loads, shares[position], strict=True)]
+        target = int((torch.maximum(*after) + 1e-3 * torch.add(*after)).argmin())
+        for load, share in zip(loads, shares[position], strict=True):
+            load[target] += share
         bin_of[position] = target
     result: list[list[Table]] = [[] for _ in range(bins)]
     for position, table in enumerate(tables):
         result[bin_of[position]].append(table)
     return result
+
+
+def _shares(amounts: Sequence[int]) -> torch.Tensor:
+    values = torch.tensor([float(amount) for amount in amounts], dtype=torch.float64, device="cpu")
+    return values / values.sum().clamp(min=1)
 
 
 _PARTITIONS: dict[str, Assign] = {"balanced": balanced, "strided": strided}

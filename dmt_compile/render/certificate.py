@@ -1,7 +1,10 @@
-"""A certificate as text and as a rich table."""
+"""A certificate as text and for rich: what was compared how as headings, one line per check below."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -9,34 +12,54 @@ from rich.table import Table
 from rich.text import Text
 
 from .text import to_text
+from .words import plain
 
 if TYPE_CHECKING:
-    from ..verify.certificate import Certificate
+    from ..verify.certificate import Certificate, Check
+
+_MOST_SIZES = 12
+_REMARK = re.compile(r" \([^()]*\)$")
 
 
 def certificate_renderable(certificate: Certificate) -> RenderableType:
-    """A headline and one row per check; the text of a failed check follows in full."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
-    for name in ("", "check", "compared", "found"):
-        table.add_column(name, overflow="fold")
-    for check in certificate.checks:
-        table.add_row(
-            Text("ok", style="green") if check.passed else Text("FAIL", style="bold red"),
-            Text(check.name),
-            Text(check.how),
-            Text(check.found if check.passed else "see below"),
-        )
-    sizes = ", ".join(map(str, certificate.batch_sizes[:16])) + (", ..." if len(certificate.batch_sizes) > 16 else "")
+    """A headline and the checks; the text of a failed check follows in full."""
     verdict = "equals the flat model" if certificate.passed else "DIFFERS from the flat model"
-    parts: list[RenderableType] = [
-        Text(f"Certificate: {certificate.subject} {verdict}", style="bold green" if certificate.passed else "bold red"),
-        Text(f"plan {certificate.plan_hash[:12]}, samples per rank: {sizes}"),
-        table,
-    ]
-    parts += [Text(f"{check.name}: {check.found}", style="red") for check in certificate.checks if not check.passed]
-    return Group(*parts)
+    sizes = certificate.batch_sizes
+    shown = ", ".join(map(str, sizes[:_MOST_SIZES])) + (f", ... ({len(sizes):,} ranks)" if len(sizes) > _MOST_SIZES else "")
+    return Group(
+        Text(f"Certificate: {plain(certificate.subject)} {verdict}", "bold green" if certificate.passed else "bold red"),
+        Text(f"plan {certificate.plan_hash[:12]}, samples per rank: {shown}"),
+        *_checks(certificate),
+        *_failures(certificate),
+    )
 
 
 def certificate_text(certificate: Certificate) -> str:
     """The certificate at 80 columns without colour."""
     return to_text(certificate_renderable(certificate))
+
+
+def _checks(certificate: Certificate) -> Iterator[RenderableType]:
+    width = max((len(check.name) for check in certificate.checks), default=0)
+    for how, checks in groupby(certificate.checks, lambda check: check.how):
+        yield Text(plain(how), "dim")
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(width=6, justify="right", no_wrap=True)
+        table.add_column(min_width=width, overflow="fold")
+        table.add_column(overflow="fold")
+        for check in checks:
+            mark = Text("ok", "green") if check.passed else Text("FAIL", "bold red")
+            table.add_row(mark, Text(plain(check.name)), Text(_found(check)))
+        yield table
+
+
+def _found(check: Check) -> str:
+    """What a check found, on one line; what it names in brackets at the end matters only where it failed."""
+    return _REMARK.sub("", plain(check.found)) if check.passed else "see below"
+
+
+def _failures(certificate: Certificate) -> Iterator[RenderableType]:
+    for check in certificate.checks:
+        if not check.passed:
+            text = "\n".join(map(plain, check.found.split("\n")))
+            yield Text(f"\n{plain(check.name)}: {text}", "red", overflow="fold")

@@ -33,7 +33,6 @@ def diagnosis_view(diagnosis: Diagnosis) -> RenderableType:
         parts += [_item(" ", str(fit)) for fit in FITS]
         parts += [Text(), Text("To repair, run these and start Python again:", "bold")]
         # Each is shorter than a line of 80 columns; folded, never cropped, where the terminal is narrower.
-        # copying.
         parts += [Text(f"  {command}", "cyan", overflow="fold") for command in diagnosis.fixes]
     return Group(*parts)
 

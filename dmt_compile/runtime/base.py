@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
+import torch
 from torch import nn
 
 from ..topology import Topology
@@ -25,13 +28,20 @@ class Traffic:
         self.across_hosts += across
 
 
+class Progress(Enum):
+    """How far a step has come, which decides what a failure means for the other ranks."""
+
+    READING = "nothing has been sent yet: a rank that fails can still tell the others"
+    CALLED_OFF = "a rank has told that it cannot run this step: no rank runs it"
+    EXCHANGING = "other ranks count on this rank's part in all further exchanges of the step, forward and backward"
+
+
 @dataclass
 class RankContext:
     """What a rank-bound module may know: its rank, where tables are found, and where traffic is counted.
 
-    ``announced`` tells whether this step's batch size has been sent to the other ranks yet: until then a rank that fails can
-    still tell them. ``foreign`` are the state-dict keys of other ranks' tables, ``aliases`` maps further keys of a table to
-    its first one.
+    ``device`` and ``weight_dtype`` are what ids and their weights must have, None where nothing is demanded. ``foreign`` are
+    the state-dict keys of other ranks' tables, ``aliases`` maps further keys of a table to its first one.
     """
 
     rank: int
@@ -39,9 +49,29 @@ class RankContext:
     topology: Topology
     traffic: Traffic = field(default_factory=Traffic)
     check_ids: bool = True
-    announced: bool = False
+    device: torch.device | None = None
+    weight_dtype: torch.dtype | None = None
+    progress: Progress = Progress.READING
     foreign: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+class Constant:
+    """Whole numbers that never change, as a tensor on every device that asks for it."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.values = tuple(values)
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The same int64 tensor at every call; it must not be written to."""
+        if device not in self._on:
+            self._on[device] = torch.tensor(self.values, dtype=torch.long, device=device)
+        return self._on[device]
+
+
+def _needs_rank(self: nn.Module, *args: object) -> object:
+    raise TypeError(f"{type(self).__name__} runs only on a rank: call program.distribute() or program.simulate()")
 
 
 class RankLocal(nn.Module):
@@ -51,5 +81,5 @@ class RankLocal(nn.Module):
         """This module for one rank, reading tables from ``context.root``."""
         raise TypeError(f"{type(self).__name__} must say how it is bound to a rank")
 
-    def forward(self, *args: object) -> object:
-        raise TypeError(f"{type(self).__name__} runs only on a rank: call program.distribute() or program.simulate()")
+    # Declared as torch declares it, so that subclasses may name their arguments.
+    forward: Callable[..., Any] = _needs_rank

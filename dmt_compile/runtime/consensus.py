@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -12,20 +14,26 @@ from torch.distributed import ProcessGroup
 from ..errors import DistributedError
 from ..stage import Stage
 
+_numbers = count()
 
-def agree(stage: Stage, group: ProcessGroup) -> None:
-    """Compare a digest over the ranks; a collective call.
+
+def agree(stage: Stage, group: ProcessGroup, options: Mapping[str, bool]) -> int:
+    """Compare a digest over the ranks; a collective call. A number that is the same on all ranks, and new to each of them.
 
     Raises:
         DistributedError: on every rank, when any two differ; shows the first difference.
     """
-    description = _describe(stage)
+    global _numbers
+    description = _describe(stage, options)
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
     world = dist.get_world_size(group)
-    digests: list[Any] = [None] * world
-    dist.all_gather_object(digests, digest, group=group)
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, (digest, next(_numbers)), group=group)
+    number: int = max(theirs for _, theirs in gathered)
+    _numbers = count(number + 1)
+    digests = [theirs for theirs, _ in gathered]
     if len(set(digests)) == 1:
-        return
+        return number
     descriptions: list[Any] = [None] * world
     dist.all_gather_object(descriptions, description, group=group)
     other = next(rank for rank in range(world) if digests[rank] != digests[0])
@@ -36,14 +44,19 @@ def agree(stage: Stage, group: ProcessGroup) -> None:
     )
 
 
-def _describe(stage: Stage) -> dict[str, Any]:
-    root, tables = stage.root, {table.parameter for table in stage.lookups.tables}
+def _describe(stage: Stage, options: Mapping[str, bool]) -> dict[str, Any]:
+    weights = {table.name: stage.root.get_parameter(table.parameter) for table in stage.lookups.tables}
+    ids = {id(weight) for weight in weights.values()}
+    dense = {name: p for name, p in stage.root.named_parameters() if id(p) not in ids}
+    # How the plan was made does not matter.
+    plan = {key: value for key, value in json.loads(stage.plan.to_json()).items() if key != "partition"}
     return {
-        "plan": json.loads(stage.plan.to_json()),
-        "tables": {t.name: [t.rows, t.dim, str(t.dtype)] for t in stage.lookups.tables},
+        "plan": plan,
+        "tables": {t.name: [t.rows, t.dim, str(t.dtype), weights[t.name].requires_grad] for t in stage.lookups.tables},
         "lookups": [[x.name, x.table, x.pooling, x.weighted] for x in stage.lookups.lookups],
-        "dense parameters": {n: [list(p.shape), str(p.dtype)] for n, p in root.named_parameters() if n not in tables},
+        "dense parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in dense.items()},
         "graph": [[n.op, n.name, _target(n.target)] for n in stage.graph.nodes],
+        "options": dict(options),
     }
 
 

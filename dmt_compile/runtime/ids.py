@@ -16,7 +16,8 @@ from ..errors import DistributedError, InputError
 from ..exchange import IdExchange, split_traffic
 from ..jagged import permute_blocks
 from ..lookups import IdSource
-from .base import RankContext, RankLocal
+from .base import Constant, Progress, RankContext, RankLocal
+from .gradients import scale_gradient
 
 
 class JaggedIds(NamedTuple):
@@ -76,7 +77,7 @@ class ReadIds(nn.Module):
         self.source = source
 
     def forward(self, batch: object) -> JaggedIds:
-        return JaggedIds(*torchrec_adapter.read_ids(batch, self.source))  # type: ignore[arg-type]
+        return JaggedIds(*torchrec_adapter.read_ids(batch, self.source))
 
 
 class SelectIds(nn.Module):
@@ -101,9 +102,10 @@ class SelectIds(nn.Module):
         self.weighted = tuple(weighted)
         self.rows = tuple(rows)
         self.sources = tuple(sources)
-        self._known: tuple[list[list[str]], list[int], list[int]] | None = None
+        self._limits = Constant(rows)
+        self._known: tuple[list[list[str]], Constant, Constant] | None = None
 
-    def positions(self, all_keys: list[list[str]]) -> tuple[list[int], list[int]]:
+    def positions(self, all_keys: list[list[str]]) -> tuple[Constant, Constant]:
         """Rows of the stacked sources that the entries, and the weighted entries, are found in."""
         if self._known is not None and self._known[0] == all_keys:
             return self._known[1], self._known[2]
@@ -118,10 +120,11 @@ class SelectIds(nn.Module):
             if (number, feature) not in found:
                 have = ", ".join(repr(key) for key in all_keys[number][:12]) + (", ..." if len(all_keys[number]) > 12 else "")
                 raise InputError(
-                    f"the batch has no feature '{feature}', which the model looks up from '{self.sources[number].label}'; it has {have}"
+                    f"the batch has no feature '{feature}', which the model looks up from '{self.sources[number].label}'; "
+                    f"it has {have}"
                 )
-        order = [found[entry][0] for entry in self.entries]
-        weighted = [found[self.entries[position]][1] for position in self.weighted]
+        order = Constant([found[entry][0] for entry in self.entries])
+        weighted = Constant([found[self.entries[position]][1] for position in self.weighted])
         self._known = ([list(keys) for keys in all_keys], order, weighted)
         return order, weighted
 
@@ -132,31 +135,32 @@ class SelectIds(nn.Module):
             named = ", ".join(f"'{s.label}' {one.lengths.shape[1]}" for s, one in zip(self.sources, ids, strict=True))
             raise InputError(f"the sparse inputs have different batch sizes: {named}")
         values, lengths = _stack(ids)
-        weights = None
-        if weighted:
-            carrying = [one for one in ids if one.weights is not None]
-            all_weights = torch.cat([one.weights for one in carrying if one.weights is not None])
-            weight_lengths = torch.cat([one.lengths for one in carrying])
-            weights = _select(all_weights, weight_lengths, weighted)
         if int(lengths.sum()) != values.numel():
             raise InputError(
-                f"the lengths of {', '.join(repr(s.label) for s in self.sources)} add up to {int(lengths.sum())} ids, but there are {values.numel()}"
+                f"the lengths of {', '.join(repr(s.label) for s in self.sources)} add up to {int(lengths.sum())} ids, "
+                f"but there are {values.numel()}"
             )
+        weights = None
+        if weighted.values:
+            carrying = [(one.lengths, one.weights) for one in ids if one.weights is not None]
+            weight_lengths = torch.cat([own for own, _ in carrying])
+            weights = _select(torch.cat([own for _, own in carrying]), weight_lengths, weighted)
         values = _select(values, lengths, order)
-        if order != list(range(lengths.shape[0])):
-            lengths = lengths[torch.tensor(order, device=lengths.device)]
+        if not _keeps_order(order, lengths):
+            lengths = lengths[order.on(lengths.device)]
         return IdRequest(values, lengths, weights)
 
     def check_range(self, request: IdRequest) -> None:
         """Refuse ids outside their table, naming the first feature that has one."""
-        rows = torch.tensor(self.rows, device=request.values.device)
-        limits = torch.repeat_interleave(rows, request.lengths.sum(dim=1))
+        rows = self._limits.on(request.values.device)
+        limits = torch.repeat_interleave(rows, request.lengths.sum(dim=1), output_size=request.values.numel())
         bad = (request.values < 0) | (request.values >= limits)
         if bool(bad.any()):
             place = int(bad.nonzero()[0])
             entry = int((request.lengths.sum(dim=1).cumsum(0) <= place).sum())
             raise InputError(
-                f"feature '{self.entries[entry][1]}' has id {int(request.values[place])}, outside its table of {self.rows[entry]} rows"
+                f"feature '{self.entries[entry][1]}' has id {int(request.values[place])}, outside its table of "
+                f"{self.rows[entry]} rows"
             )
 
 
@@ -166,10 +170,14 @@ def _stack(ids: Sequence[JaggedIds]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([one.values for one in ids]), torch.cat([one.lengths for one in ids]).long()
 
 
-def _select(values: torch.Tensor, lengths: torch.Tensor, order: list[int]) -> torch.Tensor:
-    if order == list(range(lengths.shape[0])):
+def _keeps_order(order: Constant, lengths: torch.Tensor) -> bool:
+    return order.values == tuple(range(lengths.shape[0]))
+
+
+def _select(values: torch.Tensor, lengths: torch.Tensor, order: Constant) -> torch.Tensor:
+    if _keeps_order(order, lengths):
         return values
-    return permute_blocks(values, lengths.sum(dim=1), torch.tensor(order, dtype=torch.long, device=lengths.device))
+    return permute_blocks(values, lengths.sum(dim=1), order.on(lengths.device))
 
 
 def split_bags(values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, weighted: Sequence[int]) -> list[Bag]:
@@ -209,7 +217,7 @@ class RouteIds(RankLocal):
     def parts(self) -> dict[str, RankLocal]:
         """The modules that the exchange is lowered to, by role."""
         return {
-            "request": MakeRequest(self.select, self.exchange),
+            "request": MakeRequest(self.exchange, self.select),
             "counts": CountIds(self.exchange),
             "sizes": ReadSizes(self.exchange),
             "unpack": UnpackIds(self.exchange),
@@ -243,47 +251,66 @@ class _IdStep(RankLocal):
         return self._context
 
 
-class MakeRequest(RankLocal):
-    """Order the local ids by destination rank, in the type in which they travel."""
+class MakeRequest(_IdStep):
+    """Order the local ids by destination rank, in the type in which they travel.
 
-    def __init__(self, select: SelectIds, exchange: IdExchange, context: RankContext | None = None) -> None:
-        super().__init__()
+    Raises:
+        InputError: besides what :class:`SelectIds` refuses, ids on another device than the module, or weights of another type
+            than the tables.
+    """
+
+    def __init__(self, exchange: IdExchange, select: SelectIds, context: RankContext | None = None) -> None:
+        super().__init__(exchange, context)
         self.select = select
-        self.exchange = exchange
-        self._context = context
 
     def bind(self, context: RankContext) -> nn.Module:
-        return MakeRequest(self.select, self.exchange, context)
+        return MakeRequest(self.exchange, self.select, context)
 
     def forward(self, *ids: JaggedIds) -> IdRequest:
+        context = self.context
+        for source, one in zip(self.select.sources, ids, strict=True):
+            if context.device is not None and one.values.device != context.device:
+                raise InputError(
+                    f"'{source.label}' is on {one.values.device}, this rank's module on {context.device}: move the batch there"
+                )
+            expected = context.weight_dtype
+            if one.weights is not None and expected is not None and one.weights.dtype != expected:
+                raise InputError(f"'{source.label}' has weights of {one.weights.dtype}, the tables they weigh are {expected}")
         request: IdRequest = self.select(*ids)
-        if self._context is None or self._context.check_ids:
+        if context.check_ids:
             self.select.check_range(request)
         weights = request.weights
         if weights is not None and weights.requires_grad:
             # The pooled rows' gradient is divided by the world size at the table; weights are not table parameters.
-            weights = ScaleGradient.apply(weights, float(self.exchange.world_size), 1.0)
+            weights = scale_gradient(weights, float(self.exchange.world_size), 1.0)
         return IdRequest(request.values.to(self.exchange.id_dtype), request.lengths.to(torch.int32), weights)
 
 
 class CountIds(_IdStep):
     """One row of three numbers per destination: my batch size, how many ids and how many weights it will get from me."""
 
+    def __init__(self, exchange: IdExchange, context: RankContext | None = None) -> None:
+        super().__init__(exchange, context)
+        self._starts = Constant(exchange.starts)
+        weighted = [0] * exchange.starts[-1]
+        for start, run in zip(exchange.starts, exchange.weighted_per_rank, strict=False):
+            for place in run:
+                weighted[start + place] = 1
+        self._weighted = Constant(weighted)
+
     def forward(self, request: IdRequest) -> torch.Tensor:
-        exchange, lengths = self.exchange, request.lengths
-        per_feature = nn.functional.pad(lengths.sum(dim=1, dtype=torch.long), (1, 0)).cumsum(0)
-        starts = torch.tensor(exchange.starts, device=lengths.device)
-        counts = torch.zeros(exchange.world_size, 3, dtype=torch.long, device=lengths.device)
+        lengths = request.lengths
+        ids = lengths.sum(dim=1, dtype=torch.long)
+        counts = torch.zeros(self.exchange.world_size, 3, dtype=torch.long, device=lengths.device)
         counts[:, 0] = lengths.shape[1]
-        counts[:, 1] = per_feature[starts].diff()
-        if exchange.carries_weights:
-            weighted = torch.zeros(lengths.shape[0], dtype=torch.long, device=lengths.device)
-            rows = [exchange.starts[rank] + i for rank, run in enumerate(exchange.weighted_per_rank) for i in run]
-            weighted[rows] = 1
-            per_weighted = nn.functional.pad(lengths.sum(dim=1, dtype=torch.long) * weighted, (1, 0)).cumsum(0)
-            counts[:, 2] = per_weighted[starts].diff()
-        self.context.announced = True
+        counts[:, 1] = self._per_rank(ids)
+        if self.exchange.carries_weights:
+            counts[:, 2] = self._per_rank(ids * self._weighted.on(lengths.device))
+        self.context.progress = Progress.EXCHANGING
         return counts.flatten()
+
+    def _per_rank(self, per_feature: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(per_feature.cumsum(0), (1, 0))[self._starts.on(per_feature.device)].diff()
 
 
 FAILED = -1
@@ -298,12 +325,13 @@ class ReadSizes(_IdStep):
 
     def forward(self, counts: torch.Tensor, sent: torch.Tensor) -> IdSizes:
         context, exchange = self.context, self.exchange
-        received = counts.view(-1, 3).tolist()
-        mine = sent.view(-1, 3).tolist()
+        received, mine = torch.stack([counts, sent]).view(2, -1, 3).tolist()
         failed = [rank for rank, row in enumerate(received) if row[0] == FAILED]
         if failed:
+            context.progress = Progress.CALLED_OFF
             raise DistributedError(
-                f"rank {failed[0]} could not use its batch, so no rank runs this step; the error that rank {failed[0]} raised says why"
+                f"rank {failed[0]} could not use its batch, so no rank runs this step; "
+                f"the error that rank {failed[0]} raised says why"
             )
         batch_sizes = tuple(row[0] for row in received)
         features = exchange.features_per_rank
@@ -326,7 +354,6 @@ class ReadSizes(_IdStep):
             ([3] * len(world), 8),
             (sizes.lengths_in, 4),
             (sizes.values_in, self.exchange.id_dtype.itemsize),
-            (sizes.weights_in, 4),
         ):
             context.traffic.add(*split_traffic(context.rank, context.topology, world, counts, itemsize))
 
@@ -346,9 +373,17 @@ class UnpackIds(_IdStep):
         blocks = torch.stack([part.sum(dim=1) for part in by_sender])
         values = _regroup(values, blocks)
         if weights is not None:
+            self._count(weights, sizes)
             weights = _regroup(weights, blocks[:, list(weighted)])
         bags = split_bags(values.long(), by_feature, weights, weighted)
         return GlobalBags(bags, sizes.batch_sizes, weights, values.device)
+
+    def _count(self, weights: torch.Tensor, sizes: IdSizes) -> None:
+        # The gradient of received weights is sent back.
+        for counts in (sizes.weights_in, sizes.weights_out) if weights.requires_grad else (sizes.weights_in,):
+            world = range(self.exchange.world_size)
+            sent = split_traffic(self.context.rank, self.context.topology, world, counts, weights.element_size())
+            self.context.traffic.add(*sent)
 
 
 def _regroup(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -358,17 +393,3 @@ def _regroup(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         return values
     order = torch.arange(senders * features, device=blocks.device).view(senders, features).t().flatten()
     return permute_blocks(values, blocks.flatten(), order)
-
-
-class ScaleGradient(torch.autograd.Function):
-    """Identity whose gradient is multiplied by ``times`` and divided by ``by``: a division keeps whole numbers whole."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, times: float, by: float) -> torch.Tensor:
-        ctx.scale = (times, by)  # type: ignore[attr-defined]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        times, by = ctx.scale  # type: ignore[attr-defined]
-        return grads[0] * times / by, None, None

@@ -19,22 +19,23 @@ def materialize(root: nn.Module, lookups: LookupSet, device: torch.device) -> No
     fresh: dict[int, torch.Tensor] = {}
     unfilled: list[str] = []
     for path, module in root.named_modules():
+        loose = [name for name, value in module.__dict__.items() if isinstance(value, torch.Tensor) and value.is_meta]
         names = [*_allocate(module._parameters, fresh, device), *_allocate(module._buffers, fresh, device)]
-        if not names:
-            continue
         reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
+        if names and callable(reset):
             reset()
         else:
-            unfilled.extend(f"{path}.{name}" if path else name for name in names)
+            loose += names
+        unfilled.extend(f"{path}.{name}" if path else name for name in loose)
     if unfilled:
         raise DistributedError(
-            f"nothing says how to fill {', '.join(map(repr, unfilled[:4]))} (on the meta device): create the module that holds it on a "
-            "real device, or give its class a reset_parameters() method"
+            f"nothing says how to fill {', '.join(map(repr, unfilled[:4]))} (on the meta device): create the module that holds "
+            "it on a real device, or give its class a reset_parameters() method"
         )
+    made = {id(tensor) for tensor in fresh.values()}
+    parameters = dict(root.named_parameters())
     for table in lookups.tables:
-        parameter = dict(root.named_parameters()).get(table.parameter) if fresh else None
-        if parameter is not None and any(parameter is made for made in fresh.values()):
+        if id(parameters.get(table.parameter)) in made:
             torchrec_adapter.initialise(root, table)
 
 

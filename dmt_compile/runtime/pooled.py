@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,8 @@ from ..exchange import Exchange, split_traffic
 from ..graphs import resolve_parameter
 from ..lookups import Lookup, LookupOutput, LookupSet, Table
 from .base import RankContext, RankLocal
-from .ids import Bag, GlobalBags, ScaleGradient
+from .gradients import scale_gradient, tie
+from .ids import Bag, GlobalBags
 
 
 class _PooledReader:
@@ -54,7 +54,7 @@ class TowerLookups(RankLocal):
     def bind(self, context: RankContext) -> nn.Module:
         return TowerLookups(context.root, self.tower, self.lookups, *self._arguments)
 
-    def forward(self, bags: Sequence[Bag]) -> list[torch.Tensor]:  # type: ignore[override]
+    def forward(self, bags: Sequence[Bag]) -> list[torch.Tensor]:
         return self._reader(bags)
 
     def extra_repr(self) -> str:
@@ -88,37 +88,21 @@ class RankLookups(RankLocal):
     def bind(self, context: RankContext) -> nn.Module:
         return RankLookups(self.lookups, self.bag_of, self.tables, self.dtype, context)
 
-    def forward(self, routed: GlobalBags) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, routed: GlobalBags) -> torch.Tensor:
         if self._reader is None:
-            return super().forward(routed)  # type: ignore[return-value]
+            raise TypeError("RankLookups runs only on a rank: call program.distribute() or program.simulate()")
         weights = routed.weights
         columns = [column.to(self.dtype) for column in self._reader(routed.bags)]
-        world = len(routed.batch_sizes)
         if columns:
             pooled = torch.cat(columns, dim=1)
         else:
             pooled = torch.zeros(sum(routed.batch_sizes), 0, dtype=self.dtype, device=routed.device)
         if weights is not None and weights.requires_grad:
-            pooled = _Tie.apply(pooled, weights)
+            pooled = tie(pooled, weights)
         elif torch.is_grad_enabled() and not pooled.requires_grad:
             # A rank without (trainable) tables must still take part in the backward exchanges, or the others hang.
             pooled = pooled.requires_grad_()
-        scaled: torch.Tensor = ScaleGradient.apply(pooled, 1.0, float(world))
-        return scaled
-
-
-class _Tie(torch.autograd.Function):
-    """Identity on ``x`` that makes ``weights`` part of its history, so that their backward exchange runs on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weights)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (weights,) = ctx.saved_tensors
-        return grads[0], torch.zeros_like(weights)
+        return scale_gradient(pooled, 1.0, float(len(routed.batch_sizes)))
 
 
 class PeerPermute(nn.Module):
@@ -207,7 +191,7 @@ class Splits(_ExchangeStep):
     def bind(self, context: RankContext) -> nn.Module:
         return Splits(self.exchange, self.direction, context)
 
-    def forward(self, batch_sizes: Sequence[int]) -> list[int]:  # type: ignore[override]
+    def forward(self, batch_sizes: Sequence[int]) -> list[int]:
         context, exchange = self.context, self.exchange
         blocks = exchange.sent(context.rank) if self.direction == "in" else exchange.received(context.rank)
         sizes = exchange.sizes(blocks, batch_sizes)
@@ -221,7 +205,7 @@ class Splits(_ExchangeStep):
 class Unpack(_ExchangeStep):
     """The received buffer as one (rows, columns) block per member of the group."""
 
-    def forward(self, buffer: torch.Tensor, batch_sizes: Sequence[int]) -> list[torch.Tensor]:  # type: ignore[override]
+    def forward(self, buffer: torch.Tensor, batch_sizes: Sequence[int]) -> list[torch.Tensor]:
         blocks = self.exchange.received(self.context.rank)
         parts = buffer.split(self.exchange.sizes(blocks, batch_sizes))
         return [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import DistributedError
 from ..graphs import clone_sharing_tensors, resolve_parameter
 from ..stage import ALL_TO_ALL, WAIT, Stage
-from .base import RankContext, Traffic
+from .base import Progress, RankContext, Traffic
 from .consensus import agree
-from .groups import TowerGroups, timeout_of
+from .groups import TowerGroups, refuse_device, timeout_of
 from .ids import FAILED
 from .materialize import materialize
 
@@ -29,7 +30,12 @@ class RankModule(nn.Module):
     The objective is the mean over ranks of each rank's mean loss: after ``backward()`` every gradient is that of the
     objective. Table gradients are complete on the table's owner; dense gradients are averaged over all ranks during
     backward. Batches may differ in size between ranks and may be empty; every rank must run every step. Buffers (running
-    statistics) are each rank's own, as the flat model would have them on that rank's samples.
+    statistics) are each rank's own, as the flat model would have them on that rank's samples. As with DistributedDataParallel,
+    a forward is followed by one backward (add up several losses), or runs under :meth:`no_sync`.
+
+    A rank that cannot use its batch tells the others before anything is exchanged: all raise, and the next step may follow. A
+    failure later in the step ends the module on all ranks: those that wait for the failed rank get an error at once, the rest
+    when their wait times out.
 
     ``state_dict()`` has the flat model's keys, less the tables of other ranks; :meth:`full_state_dict` gathers those, and
     ``load_state_dict`` takes either.
@@ -57,39 +63,54 @@ class RankModule(nn.Module):
         self._context = context
         self._groups: TowerGroups | None = groups
         self._group = group
-        own = {stage.lookups.table[name].parameter for name in stage.plan.tables_of_rank[context.rank]}
-        self._table_names = tuple(name for name, _ in root.named_parameters() if name in own)
+        own = {id(root.get_parameter(stage.lookups.table[name].parameter)) for name in stage.plan.tables_of_rank[context.rank]}
+        self._table_names = tuple(name for name, parameter in root.named_parameters() if id(parameter) in own)
         graph_module = stage.bind(context).compile(groups.names(), f"Rank{context.rank}")
         # Held in a tuple: their parameters are already registered above, under the flat model's names.
-        self._run: tuple[nn.Module, ...] = (
+        self._run: tuple[nn.Module, fx.GraphModule] | None = (
             _synchronised(graph_module, own, group, find_unused_parameters),
             graph_module,
         )
-        self.register_load_state_dict_pre_hook(_drop_foreign_tables)
+        self._over = ""
+        # Called on the class: mypy exempts torch's own functions from its rule on untyped calls, but not inherited ones.
+        nn.Module.register_load_state_dict_pre_hook(self, _drop_foreign_tables)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._groups is None:
-            raise DistributedError("this module's process groups were closed: distribute the program again")
-        self._context.announced = False
+        run, _ = self._running()
+        context = self._context
+        context.progress = Progress.READING
         try:
-            return self._run[0](*args, **kwargs)
-        except Exception:
-            if not self._context.announced:
-                self._announce_failure()
+            return run(*args, **kwargs)
+        except Exception as error:
+            if context.progress is Progress.READING:
+                # The rank's own error says more than a failure to tell it to the others.
+                with suppress(Exception):
+                    self._announce_failure()
+            elif context.progress is Progress.EXCHANGING:
+                self._over = f"an exchange was broken off on this rank ({type(error).__name__}: {error})"
+                self._release(abort=True)
+                if _is_lost_connection(error):
+                    raise DistributedError(
+                        "another rank failed, left or did not answer in time during an exchange; the error that it raised says why"
+                    ) from error
             raise
+
+    def _running(self) -> tuple[nn.Module, fx.GraphModule]:
+        if self._run is None:
+            raise DistributedError(f"this module cannot run any more: {self._over}; distribute the program again, on all ranks")
+        return self._run
 
     def _announce_failure(self) -> None:
         """Take part in the first exchange of the step with a mark that makes every rank raise, so that none waits for this one."""
         assert self._groups is not None
         world = self.plan.topology.world_size
-        device = next((p.device for p in self.parameters()), torch.device("cpu"))
-        marks = torch.full((3 * world,), FAILED, dtype=torch.long, device=device)
+        marks = torch.full((3 * world,), FAILED, dtype=torch.long, device=self._context.device)
         WAIT(ALL_TO_ALL(marks, [3] * world, [3] * world, self._groups.world.group_name))
 
     def train(self, mode: bool = True) -> RankModule:
         super().train(mode)
         self._context.root.training = mode
-        for module in self._run:
+        for module in self._run or ():
             module.training = mode
         return self
 
@@ -101,9 +122,7 @@ class RankModule(nn.Module):
     @property
     def graph_module(self) -> fx.GraphModule:
         """The lowered graph with this rank's process groups."""
-        module = self._run[1]
-        assert isinstance(module, fx.GraphModule)
-        return module
+        return self._running()[1]
 
     def table_parameters(self) -> Iterator[nn.Parameter]:
         """The tables that this rank owns."""
@@ -119,26 +138,28 @@ class RankModule(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate dense gradients without averaging them, as for DistributedDataParallel."""
-        runner = self._run[0]
+        runner, _ = self._running()
         return runner.no_sync() if isinstance(runner, DistributedDataParallel) else nullcontext()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The flat model's state dict, keys in its order, with every rank's tables. A collective call; a copy on every rank."""
-        own = {name: tensor.detach() for name, tensor in self.state_dict().items()}
+        own = self.state_dict()
         owner = {self._lookups.table[t].parameter: rank for rank, names in enumerate(self.plan.tables_of_rank) for t in names}
         tables = {table.parameter: table for table in self._lookups.tables}
-        result: dict[str, torch.Tensor] = {}
+        result: dict[str, Any] = {}
         ranks = dist.get_process_group_ranks(self._group)
-        device = next((p.device for p in self.parameters()), torch.device("cpu"))
         for key in self._flat_keys:
             if key in tables:
                 table = tables[key]
                 mine = owner[key] == self.rank
-                value = own[key].clone() if mine else torch.empty(table.rows, table.dim, dtype=table.dtype, device=device)
+                value = torch.empty(table.rows, table.dim, dtype=table.dtype, device=self._context.device)
+                if mine:
+                    value.copy_(own[key].detach())
                 dist.broadcast(value, src=ranks[owner[key]], group=self._group)
                 result[key] = value
             elif key in own:
-                result[key] = own[key].clone()
+                value = own[key]
+                result[key] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         # A table registered under several names is one tensor under each of them.
         for alias, key in self._context.aliases.items():
             result[alias] = result[key]
@@ -146,10 +167,28 @@ class RankModule(nn.Module):
 
     def close(self) -> None:
         """Release the process groups; a collective call. The parameters stay usable."""
+        self._over = self._over or "it was closed"
+        self._release(abort=False)
+
+    def _release(self, abort: bool) -> None:
+        self._run = None
         if self._groups is not None:
-            self._run = ()
-            self._groups.destroy()
-            self._groups = None
+            groups, self._groups = self._groups, None
+            if abort:
+                groups.abort()
+            else:
+                groups.destroy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a RankModule lives in its process groups and cannot be copied or pickled: save state_dict() or full_state_dict(), "
+            "and copy the TowerProgram it came from"
+        )
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether the transport raised: gloo has no exception class of its own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _drop_foreign_tables(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -159,34 +198,46 @@ def _drop_foreign_tables(module: nn.Module, state_dict: dict[str, Any], prefix: 
         state_dict.pop(prefix + key, None)
 
 
-def _synchronised(module: fx.GraphModule, tables: set[str], group: ProcessGroup, find_unused: bool) -> nn.Module:
-    """``module`` with dense gradients averaged over ``group``; parameters that the graph never reads are left alone."""
-    ignored = sorted(tables | (set(dict(module.named_parameters())) - _used_parameters(module)))
-    trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
-    if not trained:
+def _synchronised(module: fx.GraphModule, tables: set[int], group: ProcessGroup, find_unused: bool) -> nn.Module:
+    """``module`` with dense gradients averaged over ``group``; parameters that the graph never reads are left alone.
+
+    Everything that is no table starts with rank 0's values, frozen parameters and buffers too.
+    """
+    _copy_from_first([p for p in module.parameters() if id(p) not in tables] + list(module.buffers()), group)
+    skipped = tables | ({id(p) for p in module.parameters()} - _used_parameters(module))
+    if not any(p.requires_grad for p in module.parameters() if id(p) not in skipped):
         return module
+    # A tied parameter is skipped under each of its names.
+    ignored = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in skipped]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     return DistributedDataParallel(
         module,
         process_group=group,
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
+        init_sync=False,
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
     )
 
 
-def _used_parameters(module: fx.GraphModule) -> set[str]:
-    names = {id(p): name for name, p in module.named_parameters()}
-    used: set[str] = set()
+def _copy_from_first(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
+    source = dist.get_process_group_ranks(group)[0]
+    with torch.no_grad():
+        for tensor in tensors:
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, src=source, group=group)
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
+
+
+def _used_parameters(module: fx.GraphModule) -> set[int]:
+    used: set[int] = set()
     for node in module.graph.nodes:
         if node.op == "call_module":
-            found: list[Any] = list(module.get_submodule(str(node.target)).parameters())
+            used.update(id(p) for p in module.get_submodule(str(node.target)).parameters())
         elif node.op == "get_attr":
             owner, attribute = resolve_parameter(module, str(node.target))
-            found = [getattr(owner, attribute)]
-        else:
-            continue
-        used.update(names[id(p)] for p in found if id(p) in names)
+            used.add(id(getattr(owner, attribute)))
     return used
 
 
@@ -202,29 +253,50 @@ def distribute(
     """See :meth:`TowerProgram.distribute`."""
     if not (dist.is_available() and dist.is_initialized()):
         raise DistributedError(
-            "program.distribute() needs a process group: start the script with torchrun and call torch.distributed.init_process_group() "
-            "first; without one, call the program itself (one device) or program.simulate()"
+            "program.distribute() needs a process group: start the script with torchrun and call "
+            "torch.distributed.init_process_group() first; without one, call the program itself (one device) or program.simulate()"
         )
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None
-    world, topology = dist.get_world_size(group), stage.plan.topology
+    rank, world, topology = dist.get_rank(group), dist.get_world_size(group), stage.plan.topology
+    if rank < 0:
+        raise DistributedError(f"rank {dist.get_rank()} is no member of the process group: only its members call distribute()")
+    # Before any rank may raise on its own: the others would wait for it.
+    number = agree(stage, group, {"find_unused_parameters": find_unused_parameters})
     if world != topology.world_size:
         raise DistributedError(
-            f"the process group has {world} ranks, the program was compiled for {topology.hosts} hosts x {topology.ranks_per_host} ranks "
-            f"= {topology.world_size}: use Topology.from_env() or start {topology.world_size} ranks"
+            f"the process group has {world} ranks, the program was compiled for {topology.hosts} hosts x "
+            f"{topology.ranks_per_host} ranks = {topology.world_size}: use Topology.from_env() or start {topology.world_size} ranks"
         )
-    agree(stage, group)
-    rank = dist.get_rank(group)
     root = clone_sharing_tensors(stage.root)
     foreign, aliases = _prune(root, stage, rank)
-    tensors = [*root.parameters(), *root.buffers()]
+    # A rank may be left without any tensor, so the whole model is asked.
+    tensors = [*stage.root.parameters(), *stage.root.buffers()]
     home = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     if any(t.is_meta for t in tensors):
-        home = torch.device(device) if device is not None else home
+        # By way of a tensor, because "cuda" alone names the current device.
+        home = torch.empty(0, device=device).device if device is not None else home
         materialize(root, stage.lookups, home)
-    groups = TowerGroups.create(group, stage.plan.grid, timeout or timeout_of(group, home))
-    context = RankContext(rank, root, topology, check_ids=check_ids, foreign=foreign, aliases=aliases)
+    refuse_device(dist.get_backend_config(group), home)
+    groups = TowerGroups.create(group, stage.plan.grid, timeout or timeout_of(group, home), number)
+    context = RankContext(
+        rank,
+        root,
+        topology,
+        check_ids=check_ids,
+        device=home,
+        weight_dtype=_weight_dtype(stage),
+        foreign=foreign,
+        aliases=aliases,
+    )
     return RankModule(stage, context, groups, group, find_unused_parameters)
+
+
+def _weight_dtype(stage: Stage) -> torch.dtype | None:
+    """The type that per-sample weights must have, if all weighted lookups read tables of one type."""
+    lookups = stage.lookups
+    found = {lookups.table[lookup.table].dtype for lookup in lookups.lookups if lookup.weighted}
+    return found.pop() if len(found) == 1 else None
 
 
 def _prune(root: nn.Module, stage: Stage, rank: int) -> tuple[frozenset[str], Mapping[str, str]]:
@@ -233,8 +305,10 @@ def _prune(root: nn.Module, stage: Stage, rank: int) -> tuple[frozenset[str], Ma
     first = {id(root.get_parameter(table.parameter)): table for table in stage.lookups.tables}
     foreign: set[str] = set()
     aliases: dict[str, str] = {}
-    for path, module in root.named_modules():
-        for name, parameter in list(module._parameters.items()):
+    removed: list[tuple[nn.Module, str]] = []
+    # A module that is registered twice has its keys twice.
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
             table = first.get(id(parameter))
             if table is None:
                 continue
@@ -242,6 +316,8 @@ def _prune(root: nn.Module, stage: Stage, rank: int) -> tuple[frozenset[str], Ma
             if key != table.parameter:
                 aliases[key] = table.parameter
             if table.name not in own:
-                del module._parameters[name]
+                removed.append((module, name))
                 foreign.add(key)
+    for module, name in removed:
+        module._parameters.pop(name, None)
     return frozenset(foreign), aliases

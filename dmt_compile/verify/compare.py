@@ -62,7 +62,7 @@ def furthest(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, to
 
     A result of at most 1 is within tolerance. A missing tensor equals zeros.
     """
-    worst, name = 0.0, ""
+    ratios: dict[str, float] = {}
     for key in expected.keys() | found.keys():
         a, b = found.get(key), expected.get(key)
         if a is None and b is None:
@@ -70,13 +70,42 @@ def furthest(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, to
         a = torch.zeros_like(b) if a is None and b is not None else a
         b = torch.zeros_like(a) if b is None and a is not None else b
         assert a is not None and b is not None
-        if a.numel() == 0:
-            continue
-        a64, b64 = a.detach().double(), b.detach().double()
-        both_nan = (a64 != a64) & (b64 != b64)
-        difference = torch.where(both_nan, 0.0, a64 - b64).abs()
-        scale = max(float(torch.where(both_nan, 0.0, b64).abs().max()), torch.finfo(a.dtype).tiny)
-        ratio = float(difference.max()) / scale / tolerance(a.dtype)
-        if not ratio <= worst:
-            worst, name = ratio, key
-    return worst, name
+        allowed = tolerance(a.dtype) * _largest(b.detach().double())
+        ratios[key] = _ratio(a, b, allowed)
+    return _worst(ratios)
+
+
+def furthest_change(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
+) -> tuple[float, str]:
+    """As :func:`furthest`, for the changes of tensors since ``start``.
+
+    An update is added to a value that may be far larger than it, so each may be off by four units in the last place of the
+    value on top of the tolerance for the update. That is too little to hide an update that is missing or scaled.
+    """
+    ratios: dict[str, float] = {}
+    for key, was in start.items():
+        before, after = was.detach().double(), expected[key].detach().double()
+        rounding = 4 * torch.finfo(was.dtype).eps * torch.maximum(before.abs(), after.abs())
+        ratios[key] = _ratio(found[key], expected[key], tolerance(was.dtype) * _largest(after - before) + rounding)
+    return _worst(ratios)
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude, 0 if there is none."""
+    return torch.where(x.isfinite(), x, 0.0).abs().max() if x.numel() else x.new_zeros(())
+
+
+def _ratio(a: torch.Tensor, b: torch.Tensor, allowed: torch.Tensor) -> float:
+    """The largest difference as a multiple of ``allowed``; NaN and infinities differ from everything but themselves."""
+    if a.numel() == 0:
+        return 0.0
+    a64, b64 = a.detach().double(), b.detach().double()
+    same = (a64 == b64) | (a64 != a64) & (b64 != b64)
+    ratio = (a64 - b64).abs() / allowed.clamp(min=torch.finfo(a.dtype).tiny)
+    return float(torch.where(same, 0.0, ratio.nan_to_num(nan=float("inf"), posinf=float("inf"))).max())
+
+
+def _worst(ratios: Mapping[str, float]) -> tuple[float, str]:
+    name = max(ratios, key=lambda key: ratios[key], default="")
+    return (ratios[name], name) if name and ratios[name] > 0 else (0.0, "")

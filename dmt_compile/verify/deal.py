@@ -44,7 +44,7 @@ def _batch_sizes(value: Any, where: str) -> Iterator[tuple[str, int]]:
         if value.dim():
             yield f"{where} {tuple(value.shape)}", value.shape[0]
     elif torchrec_adapter.is_jagged(value):
-        yield f"{where} (KeyedJaggedTensor)", torchrec_adapter.batch_size(value)
+        yield f"{where} (KeyedJaggedTensor)", torchrec_adapter.batch_size(value, where)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _batch_sizes(item, f"{where}[{key!r}]")

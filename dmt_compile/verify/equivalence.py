@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..adapters import torchrec as torchrec_adapter
 from ..errors import DmtError, InputError
-from ..graphs import clone_sharing_tensors, clone_with_parameters, copy_graph, graph_module_over
+from ..graphs import clone_sharing_tensors, clone_with_parameters, copy_graph, extras_of, graph_module_over
 from ..lookups import LookupSet
 from ..runtime.base import RankContext
-from ..runtime.ids import LocalBags
+from ..runtime.ids import GlobalBags, LocalBags, MakeRequest, UnpackIds
 from ..runtime.pooled import RestoreColumns
 from ..stage import Stage
 from .certificate import Certificate, Check
 from .cluster import run_cluster
-from .compare import bits_differ, furthest, tensors_in, tolerance
+from .compare import bits_differ, furthest, furthest_change, tensors_in, tolerance
 from .deal import deal
 from .layout import check_layout
 
@@ -49,7 +51,10 @@ class _Copies:
     @classmethod
     def of(cls, root: nn.Module, world_size: int) -> _Copies:
         base = clone_with_parameters(root)
-        return cls(dict(base.named_parameters()), [clone_sharing_tensors(base, copy_buffers=True) for _ in range(world_size)])
+        roots = [clone_sharing_tensors(base, copy_buffers=True) for _ in range(world_size)]
+        for copy in roots:
+            torchrec_adapter.accept_empty_batches(copy)
+        return cls(dict(base.named_parameters()), roots)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.parameters.items()}
@@ -83,30 +88,39 @@ class Verifier:
         meta = next((name for name, tensor in _state(self.flat.root) if tensor.is_meta), None)
         if meta is not None:
             raise InputError(
-                f"'{meta}' is on the meta device and has no values to compare: verify a copy with real values (smaller tables will do)"
+                f"'{meta}' is on the meta device and has no values to compare: verify a copy with real values "
+                "(smaller tables will do)"
             )
 
     def certify(self, steps: int, optimizer: OptimizerFactory) -> Certificate:
         """Run every check; one that cannot run because the program is wrong counts as failed, with the error's text."""
+        self._check_ids()
         checks = [
             self._run(
                 f"layout, stage {name}",
                 "followed through the graph, for any batch sizes",
-                lambda name=name: self.layout(name),
+                partial(self.layout, name),
             )
             for name in _EXCHANGING
         ]
         expected = self.reference()
         for name in ("towers", *_EXCHANGING):
-            checks.append(self._run(f"outputs, stage {name}", "bit for bit", lambda name=name: self.outputs(name, expected)))
+            checks.append(self._run(f"outputs, stage {name}", "bit for bit", partial(self.outputs, name, expected)))
         relative = f"within {tolerance(torch.float32):.1e} of the largest (float32): sums change order"
         checks.append(self._run("table gradients, integers", "bit for bit (float64)", self.exact_gradients))
         checks.append(self._run("gradients", relative, lambda: self.training(0, optimizer)))
         if steps:
-            after = f"within {tolerance(torch.float32, steps):.1e} of the largest (float32)"
+            after = f"changes within {tolerance(torch.float32, steps):.1e} of the largest change, and rounding (float32)"
             checks.append(self._run(f"parameters after {steps} steps", after, lambda: self.training(steps, optimizer)))
         sizes = tuple(self._sizes())
         return Certificate(type(self.flat.root).__name__, self.plan.hash, sizes, tuple(checks))
+
+    def _check_ids(self) -> None:
+        """Let every rank look at its ids, so that a bad batch is refused by name and not by the flat model."""
+        requests = _cut_at(self.stages["lowered"], MakeRequest)
+        roots = [clone_sharing_tensors(requests.root, copy_buffers=True) for _ in range(self.world)]
+        with torch.no_grad():
+            simulate(requests, self.inputs, roots, self.seed)
 
     @staticmethod
     def _run(name: str, how: str, check: Callable[[], tuple[bool, str]]) -> Check:
@@ -165,7 +179,8 @@ class Verifier:
             for trainer in trainers:
                 trainer.step()
         if steps:
-            worst, name = furthest(towers.parameters, flat.parameters)
+            start = {name: parameter.detach() for name, parameter in self.flat.root.named_parameters()}
+            worst, name = furthest_change(towers.parameters, flat.parameters, start)
         else:
             worst, name = furthest(towers.gradients(), flat.gradients())
         allowed = max(steps, 1)
@@ -217,7 +232,7 @@ class Verifier:
             tables=tuple(replace(table, dtype=torch.float64) for table in lookups.tables),
             lookups=tuple(replace(lookup, dtype=torch.float64) for lookup in lookups.lookups),
         )
-        lowered = _cut_at(self.recompile(wide, root)["lowered"], RestoreColumns)
+        lowered = _with_whole_weights(_cut_at(self.recompile(wide, root)["lowered"], RestoreColumns))
         roots = [clone_sharing_tensors(root, copy_buffers=True) for _ in range(self.world)]
         columns = simulate(lowered, self.inputs, roots, self.seed)
         bags = self._bags()
@@ -236,7 +251,7 @@ class Verifier:
                     bag.offsets.long(),
                     mode=lookup.pooling,
                     include_last_offset=True,
-                    per_sample_weights=bag.weights.double() if lookup.weighted else None,
+                    per_sample_weights=_whole(bag.weights) if lookup.weighted else None,
                 )
                 first = start[lookup.output]
                 column = columns[rank][lookup.output][:, first : first + lookup.dim]
@@ -278,6 +293,29 @@ def _places(root: nn.Module, parameter: nn.Parameter) -> list[tuple[str, str]]:
     ]
 
 
+def _whole(weights: torch.Tensor) -> torch.Tensor:
+    """Weights of ids as whole numbers in float64, zero only where they nearly are."""
+    return (weights.detach().double() * 16).round()
+
+
+def _whole_weights(routed: GlobalBags) -> GlobalBags:
+    if routed.weights is None:
+        return routed
+    bags = [bag if bag.weights is None else bag._replace(weights=_whole(bag.weights)) for bag in routed.bags]
+    return routed._replace(bags=bags, weights=_whole(routed.weights))
+
+
+def _with_whole_weights(stage: Stage) -> Stage:
+    """The stage with every id's weight made whole where it has reached the table."""
+    graph = copy_graph(stage.graph)
+    for node in list(graph.nodes):
+        if node.op == "call_module" and isinstance(stage.module(node), UnpackIds):
+            with graph.inserting_after(node):
+                whole = graph.call_function(_whole_weights, (node,))
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
+    return replace(stage, graph_module=graph_module_over(stage.root, graph, extras_of(stage.graph_module), "Whole"))
+
+
 def _cut_at(stage: Stage, kind: type[nn.Module]) -> Stage:
     """The stage's graph up to the one node that calls a module of ``kind``, whose value becomes the output."""
     graph = copy_graph(stage.graph)
@@ -293,7 +331,5 @@ def _cut_at(stage: Stage, kind: type[nn.Module]) -> Stage:
     for n in reversed(list(graph.nodes)):
         if n not in needed and n.op != "placeholder":
             graph.erase_node(n)
-    from ..graphs import extras_of
-
     module = graph_module_over(stage.root, graph, extras_of(stage.graph_module), "Cut")
     return replace(stage, graph_module=module)

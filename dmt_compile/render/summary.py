@@ -1,0 +1,195 @@
+"""A compiled program at a glance: towers, balance, lookups, what was kept whole, and bytes per sample, classic against SPTT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..exchange import IdExchange
+from ..runtime.pooled import ExchangeRows
+from .facts import EXCHANGE_NAMES, ids_facts, traffic_by_rank
+from .text import WIDTH, to_text
+from .words import counted, cut, listed, place, plain, ranks, short_places, size, size_span, span, span_of
+
+if TYPE_CHECKING:
+    from ..program import TowerProgram
+    from ..stage import Stage
+
+_MOST_TOWERS = 8
+_MOST_LOOKUPS = 6
+_MOST_LEAVES = 4
+_REASON = 200
+_NAMES = 21
+
+
+def summary_renderable(program: TowerProgram) -> RenderableType:
+    """The summary as a rich renderable; its length is bounded whatever the size of the model."""
+    return Group(*_parts(program))
+
+
+def summary_text(program: TowerProgram) -> str:
+    """The summary at 80 columns without colour."""
+    return to_text(summary_renderable(program))
+
+
+def _parts(program: TowerProgram) -> Iterator[RenderableType]:
+    plan, lookups, topology = program.plan, program.lookups, program.topology
+    model = type(program.stages["flat"].root).__name__
+    placed = f"{counted(topology.hosts, 'host')} x {counted(topology.ranks_per_host, 'rank')}"
+    yield _line(f"{model}: {counted(len(plan.towers), 'tower')} on {placed}", "bold")
+    yield _line(
+        f"{counted(len(lookups.lookups), 'lookup')}, {counted(len(lookups.tables), 'table')} "
+        f"({size(sum(table.bytes for table in lookups.tables))}), {counted(lookups.width, 'column')} per sample"
+    )
+    yield _line(f"plan {plan.hash[:12]}, {plan.partition}")
+    yield _title("Towers")
+    yield _towers(program)
+    yield Text()
+    yield from _balance(program)
+    yield _title("Lookups found")
+    yield from _lookups(program)
+    if program.leaves:
+        yield _title(f"Kept whole: {counted(len(program.leaves), 'submodule')} that could not be traced")
+        for path, reason in list(program.leaves.items())[:_MOST_LEAVES]:
+            yield _line(f"  {path}")
+            yield Padding(_line(cut(short_places(reason), _REASON)), (0, 0, 0, 4))
+        if len(program.leaves) > _MOST_LEAVES:
+            yield _line(f"  ... and {len(program.leaves) - _MOST_LEAVES:,} more (program.leaves)")
+    yield _title("Bytes that a rank sends forward for one sample on every rank")
+    yield _traffic(program)
+    yield from _ids(program)
+    yield _title("Stages")
+    yield _line("  " + ", ".join(f"{name} {len(stage.graph.nodes):,}" for name, stage in program.stages.items()) + " nodes")
+
+
+def _towers(program: TowerProgram) -> RenderableType:
+    plan = program.plan
+    table = _table("tower", "ranks", "tables", "size", "columns", "features", left=(1, 5))
+    shown = plan.towers if len(plan.towers) <= _MOST_TOWERS else plan.towers[: _MOST_TOWERS - 2]
+    counts, sizes, widths = _by_tower(program)
+    for index, tower in enumerate(shown):
+        names = f"{len(tower.features):,}: {listed(tower.features, _NAMES)}" if tower.features else "none"
+        on = ranks(tower.ranks).split(maxsplit=1)[1]
+        table.add_row(str(index), on, f"{counts[index]:,}", size(sizes[index]), f"{widths[index]:,}", Text(names))
+    rest = range(len(shown), len(plan.towers))
+    if rest:
+        served = span_of(len(plan.towers[i].features) for i in rest)
+        number, held, columns = (span_of(values[i] for i in rest) for values in (counts, sizes, widths))
+        label = f"..{rest[-1]:,}"
+        table.add_row(label, f"{len(rest):,} more", span(number), size_span(held), span(columns), f"{span(served)} each")
+    return _inset(table)
+
+
+def _by_tower(program: TowerProgram) -> tuple[list[int], list[int], list[int]]:
+    """Tables, bytes of tables, and pooled columns of each tower."""
+    lookups = program.lookups
+    counts, sizes, widths = [], [], []
+    for tower in program.plan.towers:
+        owned = [lookups.table[name] for names in tower.tables for name in names]
+        counts.append(len(owned))
+        sizes.append(sum(table.bytes for table in owned))
+        widths.append(sum(lookups.lookup[name].dim for name in tower.features))
+    return counts, sizes, widths
+
+
+def _balance(program: TowerProgram) -> Iterator[RenderableType]:
+    lookups = program.lookups
+    _, towers, widths = _by_tower(program)
+    owned = [sum(lookups.table[name].bytes for name in names) for names in program.plan.tables_of_rank]
+    columns = [sum(lookup.dim for lookup in served) for served in program.plan.lookups_of_rank(lookups)]
+    table = _table("", "bytes of tables", "max/mean", "columns", "max/mean", left=(0,))
+    for name, held, wide in (("per tower", towers, widths), ("per rank", owned, columns)):
+        table.add_row(name, size_span(span_of(held)), _ratio(held), span(span_of(wide)), _ratio(wide))
+    yield _inset(table)
+    idle = sum(not names for names in program.plan.tables_of_rank)
+    if idle:
+        yield _line(f"  {counted(idle, 'rank')} without a table", "yellow")
+
+
+def _ratio(values: Sequence[int]) -> str:
+    mean = sum(values) / len(values)
+    return f"{max(values) / mean:.2f}" if mean else "-"
+
+
+def _lookups(program: TowerProgram) -> Iterator[RenderableType]:
+    lookups = program.lookups
+    rows = []
+    for output in lookups.outputs[:_MOST_LOOKUPS]:
+        served = [lookups.lookup[name] for name in output.lookups]
+        number = f"{len(served):,}{' weighted' if any(x.weighted for x in served) else ''}"
+        rows.append((plain(output.node), number, f"{sum(x.dim for x in served):,}", place(output.location)))
+    titles = ("node", "lookups", "columns", "in your code")
+    table = _table(*titles, left=(0, 3))
+    others = list(zip(titles, *rows, strict=True))[1:]
+    room = WIDTH - 8 - sum(max(map(len, cells)) for cells in others)
+    for node, *cells in rows:
+        # The end of a long name says more than its beginning.
+        table.add_row(Text(node if len(node) <= room else f"...{node[3 - room :]}"), *map(Text, cells))
+    yield _inset(table)
+    if len(lookups.outputs) > _MOST_LOOKUPS:
+        yield _line(f"  ... and {len(lookups.outputs) - _MOST_LOOKUPS:,} more (program.lookups.outputs)")
+
+
+def _traffic(program: TowerProgram) -> RenderableType:
+    table = _table("", "AlltoAll", "ranks", "inside the host", "across hosts", left=(0, 1, 3, 4))
+    for name in ("classic", "sptt"):
+        total = [(0, 0)] * program.topology.world_size
+        exchanges = [module.exchange for module in _modules(program.stages[name]) if isinstance(module, ExchangeRows)]
+        for number, exchange in enumerate(exchanges):
+            traffic = traffic_by_rank(exchange, program.topology)
+            total = [(a + c, b + d) for (a, b), (c, d) in zip(total, traffic, strict=True)]
+            label = EXCHANGE_NAMES[exchange.axis].removesuffix(" AlltoAll")
+            table.add_row("" if number else name, label, f"{len(exchange.members(0)):,}", *_mean_max(traffic))
+        if len(exchanges) > 1:
+            table.add_row("", "together", "", *_mean_max(total))
+    return _inset(table)
+
+
+def _mean_max(traffic: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """The bytes inside the host, then those across hosts."""
+    for values in zip(*traffic, strict=True):
+        mean, most = size(sum(values) / len(values)), size(max(values))
+        yield mean if mean == most else f"{mean}, max {most}"
+
+
+def _ids(program: TowerProgram) -> Iterator[Text]:
+    exchange = next((e for e in map(_id_exchange, _modules(program.stages["sptt"])) if e is not None), None)
+    if exchange is None:
+        return
+    facts = ids_facts(exchange, program.topology)
+    weights = ", 4 per weight" if facts.weighted else ""
+    yield _line(f"  ids not counted, alike in both: {facts.bytes_per_id} per id{weights}, 4 per bag, 24 per rank", "dim")
+
+
+def _id_exchange(module: object) -> IdExchange | None:
+    record = getattr(module, "exchange", None)
+    return record if isinstance(record, IdExchange) else None
+
+
+def _modules(stage: Stage) -> Iterator[object]:
+    return (stage.module(node) for node in stage.graph.nodes if node.op == "call_module")
+
+
+def _table(*columns: str, left: Sequence[int]) -> Table:
+    """A table without lines whose rows keep to one line each: what may be long is folded before it is put in."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number in left else "right", no_wrap=True, overflow="crop")
+    return table
+
+
+def _inset(table: Table) -> Padding:
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _title(text: str) -> Text:
+    return Text(f"\n{plain(text)}", "bold", overflow="fold")
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(plain(text), style, overflow="fold")

@@ -1,0 +1,36 @@
+"""Fixtures that all tests may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Ranks]:
+    """The session's pool of ranks; it starts with the first test that uses it."""
+    from ranks import Ranks
+
+    pool = Ranks(8)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(pool: Ranks) -> Iterator[Ranks]:
+    """Run functions on real gloo processes: ``ranks(4, function, *args)`` returns what each of four ranks returned.
+
+    This process computes with one thread meanwhile, as the ranks do: it is what their bits are compared with, and it shares its
+    cores with them.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield pool
+    torch.set_num_threads(threads)
