@@ -28,7 +28,7 @@ class Case:
     pairs: int
 
 
-CASES = (Case(1024, 1, ROWS, 30), Case(1024, 4, ROWS, 30), Case(128, 1, ROWS, 60), Case(128, 4, ROWS, 60), Case(128, 1, 100, 300))
+CASES = (Case(1024, 1, ROWS, 24), Case(1024, 4, ROWS, 24), Case(128, 1, ROWS, 30), Case(128, 4, ROWS, 30), Case(128, 1, 100, 300))
 
 
 def run(quick: bool) -> None:

@@ -21,6 +21,9 @@ from dmt_compile.graphs import clone_sharing_tensors, copy_graph, extras_of, gra
 from dmt_compile.stage import Stage
 from dmt_compile.verify.equivalence import simulate
 
+# Tensors here are tiny: more threads only wait for each other, many times longer when other tests run beside.
+torch.set_num_threads(1)
+
 ROWS = 12
 DENSE = 4
 

@@ -1,17 +1,21 @@
-"""Several programs side by side, sub-groups of a job, and modules that are closed and made again."""
+"""Several programs side by side, sub-groups of a job, modules that are closed and made again, and options of distribute()."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_cases import Tensors, build, copied, flat_step, gradients_of, inputs_of, merged, objective, tables_of
 from ranks import Ranks
+from torch import nn
 
 import dmt_compile
 from dmt_compile import Topology
+from dmt_compile.exchange import IdExchange
 from dmt_compile.verify.compare import bits_differ, furthest
 
 pytestmark = pytest.mark.multi_rank
@@ -116,3 +120,72 @@ def after_the_job_ended() -> str:
 
 def test_closing_after_the_process_group_was_destroyed(ranks: Ranks) -> None:
     assert ranks(2, after_the_job_ended) == ["closed", "closed"]
+
+
+class Choosy(nn.Module):
+    """Uses one of two layers, by the sign of its input; kept whole, because it branches on a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative = nn.Linear(models.DENSE, 1), nn.Linear(models.DENSE, 1)
+
+    def forward(self, dense: torch.Tensor) -> torch.Tensor:
+        return self.positive(dense) if bool(dense[0, 0] > 0) else self.negative(dense)
+
+
+class ChoosyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.choosy, self.ebc, self.top = Choosy(), models.plain_collection(), nn.Linear(40, 1)
+
+    def forward(self, dense: torch.Tensor, sparse: Any) -> torch.Tensor:
+        return self.choosy(dense) + self.top(self.ebc(sparse).values())
+
+
+def _choosy_inputs(rank: int) -> tuple[Any, ...]:
+    dense, sparse = models.torchrec_inputs(2, seed=rank)
+    return dense.abs() * (-1) ** rank, sparse
+
+
+def layers_that_some_ranks_skip() -> list[Tensors]:
+    module = dmt_compile.towerize(ChoosyModel(), Topology(3, 1)).distribute(find_unused_parameters=True)
+    found = []
+    for _ in range(3):
+        module.zero_grad()
+        objective(module(*_choosy_inputs(dist.get_rank()))).backward()
+        found.append(gradients_of(module))
+    module.close()
+    return found
+
+
+def test_layers_that_some_ranks_skip(ranks: Ranks) -> None:
+    found = ranks(3, layers_that_some_ranks_skip)
+    flat = flat_step(ChoosyModel(), [_choosy_inputs(rank) for rank in range(3)], [2] * 3)
+    for step in range(3):
+        gradients = merged([part[step] for part in found], tables_of(ChoosyModel()))
+        worst, parameter = furthest(gradients, flat.gradients)
+        assert worst <= 1, (parameter, worst)
+
+
+def wide_ids() -> tuple[tuple[Tensors, Tensors], int]:
+    """With a table of more than 2^31 rows ids travel as int64; here they are made to."""
+    module = dmt_compile.towerize(build(NAMES[0]), Topology(2, 1)).distribute()
+    rank, sizes = dist.get_rank(), [2, 3]
+    _step(module, NAMES[0], sizes, rank)
+    narrow = module.traffic.across_hosts
+    for part in module.graph_module.modules():
+        if isinstance(getattr(part, "exchange", None), IdExchange):
+            assert part.exchange.id_dtype is torch.int32
+            part.exchange = replace(part.exchange, id_dtype=torch.int64)
+    module.traffic.reset()
+    found = _step(module, NAMES[0], sizes, rank)
+    more = module.traffic.across_hosts - narrow
+    module.close()
+    return found, more
+
+
+def test_wide_ids(ranks: Ranks) -> None:
+    found = ranks(2, wide_ids)
+    _check(NAMES[0], [2, 3], [step for step, _ in found])
+    assert all(more > 0 and more % 4 == 0 for _, more in found)

@@ -108,6 +108,28 @@ def test_frozen_missing_and_tied_parts(ranks: Ranks, kind: str) -> None:
 # Evaluation, accumulation, several forwards
 
 
+def backward_twice() -> list[str]:
+    module = dmt_compile.towerize(build(NAME), GRID).distribute()
+    given, found = inputs_of(NAME, SIZES)[dist.get_rank()], []
+    for again in ("two forwards", "one forward"):
+        losses = [objective(module(*given)) for _ in range(2 if again == "two forwards" else 1)]
+        losses[0].backward(retain_graph=True)
+        with pytest.raises(dmt_compile.DistributedError) as caught:
+            losses[-1].backward()
+        found.append(str(caught.value))
+        module.zero_grad()
+        # The next step is as good as ever.
+        objective(module(*given)).backward()
+    module.close()
+    return found
+
+
+def test_a_second_backward_is_refused(ranks: Ranks) -> None:
+    """DistributedDataParallel would leave dense gradients that differ between ranks."""
+    for messages in ranks(4, backward_twice):
+        assert all("a second backward since the last forward" in message for message in messages)
+
+
 def modes_on_ranks() -> dict[str, Tensors]:
     module = dmt_compile.towerize(build(NAME), GRID).distribute()
     rank, found = dist.get_rank(), {}

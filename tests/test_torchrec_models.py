@@ -35,14 +35,6 @@ from dmt_compile import CaptureError, Topology, towerize
 from dmt_compile.verify.compare import bits_differ
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", TORCHREC_MODELS)
 def test_model(name: str) -> None:
     program = towerize(torchrec_model(name), Topology(3, 2))

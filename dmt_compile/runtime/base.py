@@ -40,8 +40,10 @@ class Progress(Enum):
 class RankContext:
     """What a rank-bound module may know: its rank, where tables are found, and where traffic is counted.
 
-    ``device`` and ``weight_dtype`` are what ids and their weights must have, None where nothing is demanded. ``foreign`` are
-    the state-dict keys of other ranks' tables, ``aliases`` maps further keys of a table to its first one.
+    ``sums_in_backward`` tells whether this step's backward is to average dense gradients over the ranks, ``open`` whether the
+    engine that does so awaits a backward. ``device`` and ``weight_dtype`` are what ids and their weights must have, None where
+    nothing is demanded. ``foreign`` are the state-dict keys of other ranks' tables, ``aliases`` maps further keys of a table to
+    its first one.
     """
 
     rank: int
@@ -52,6 +54,8 @@ class RankContext:
     device: torch.device | None = None
     weight_dtype: torch.dtype | None = None
     progress: Progress = Progress.READING
+    sums_in_backward: bool = False
+    open: bool = False
     foreign: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from ..errors import DistributedError
+from .base import RankContext
+
 
 def scale_gradient(x: torch.Tensor, times: float, by: float) -> torch.Tensor:
     """``x``, whose gradient is multiplied by ``times`` and divided by ``by``: a division keeps whole numbers whole."""
@@ -17,6 +20,39 @@ def tie(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``x``, with ``other`` made part of its history: what comes before ``other`` runs backward on every rank that has ``x``."""
     tied: torch.Tensor = _Tie.apply(x, other)  # type: ignore[no-untyped-call]  # torch does not annotate apply
     return tied
+
+
+def guard(x: torch.Tensor, context: RankContext) -> torch.Tensor:
+    """``x``, whose backward fails when the averaging of dense gradients does not await one any more.
+
+    DistributedDataParallel averages in the first backward after a forward only; a second one would leave gradients that
+    differ between ranks, without a word.
+    """
+    guarded: torch.Tensor = _Guard.apply(x, context)  # type: ignore[no-untyped-call]  # torch does not annotate apply
+    return guarded
+
+
+class _Guard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, context: RankContext) -> torch.Tensor:
+        ctx.context = context
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        context: RankContext = ctx.context
+        if not context.open:
+            raise DistributedError(
+                "a second backward since the last forward: dense gradients are averaged over the ranks in the first one only; "
+                "add the losses up and call backward once, or run all but the last forward and backward under no_sync()"
+            )
+
+        def close() -> None:
+            context.open = False
+
+        # At the end of this backward, which may run through several forwards.
+        torch.autograd.Variable._execution_engine.queue_callback(close)
+        return grads[0], None
 
 
 class _Scale(torch.autograd.Function):

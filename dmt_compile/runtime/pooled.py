@@ -12,7 +12,7 @@ from ..exchange import Exchange, split_traffic
 from ..graphs import resolve_parameter
 from ..lookups import Lookup, LookupOutput, LookupSet, Table
 from .base import RankContext, RankLocal
-from .gradients import scale_gradient, tie
+from .gradients import guard, scale_gradient, tie
 from .ids import Bag, GlobalBags
 
 
@@ -81,6 +81,7 @@ class RankLookups(RankLocal):
         self.bag_of = bag_of
         self.tables = tables
         self.dtype = dtype
+        self._context = context
         self._reader: _PooledReader | None = None
         if context is not None:
             self._reader = _PooledReader(context.root, lookups[context.rank], tables, bag_of[context.rank])
@@ -89,7 +90,7 @@ class RankLookups(RankLocal):
         return RankLookups(self.lookups, self.bag_of, self.tables, self.dtype, context)
 
     def forward(self, routed: GlobalBags) -> torch.Tensor:
-        if self._reader is None:
+        if self._reader is None or self._context is None:
             raise TypeError("RankLookups runs only on a rank: call program.distribute() or program.simulate()")
         weights = routed.weights
         columns = [column.to(self.dtype) for column in self._reader(routed.bags)]
@@ -102,6 +103,8 @@ class RankLookups(RankLocal):
         elif torch.is_grad_enabled() and not pooled.requires_grad:
             # A rank without (trainable) tables must still take part in the backward exchanges, or the others hang.
             pooled = pooled.requires_grad_()
+        if self._context.sums_in_backward:
+            pooled = guard(pooled, self._context)
         return scale_gradient(pooled, 1.0, float(len(routed.batch_sizes)))
 
 

@@ -31,7 +31,7 @@ class RankModule(nn.Module):
     objective. Table gradients are complete on the table's owner; dense gradients are averaged over all ranks during
     backward. Batches may differ in size between ranks and may be empty; every rank must run every step. Buffers (running
     statistics) are each rank's own, as the flat model would have them on that rank's samples. As with DistributedDataParallel,
-    a forward is followed by one backward (add up several losses), or runs under :meth:`no_sync`.
+    a forward is followed by one backward, else it runs under :meth:`no_sync`; a second backward is refused.
 
     A rank that cannot use its batch tells the others before anything is exchanged: all raise, and the next step may follow. A
     failure later in the step ends the module on all ranks: those that wait for the failed rank get an error at once, the rest
@@ -79,6 +79,9 @@ class RankModule(nn.Module):
         run, _ = self._running()
         context = self._context
         context.progress = Progress.READING
+        synchronised = isinstance(run, DistributedDataParallel) and run.require_backward_grad_sync
+        context.sums_in_backward = synchronised and torch.is_grad_enabled()
+        context.open = context.open or context.sums_in_backward
         try:
             return run(*args, **kwargs)
         except Exception as error:
