@@ -55,9 +55,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
             if name == "torch":
                 operators = SimpleNamespace(asynchronous_complete_cumsum=None)
                 cuda = "13.0" if "+cu" in dists["torch"] and "+cpu" not in dists["torch"] else None
-                return SimpleNamespace(
-                    ops=SimpleNamespace(fbgemm=operators), version=SimpleNamespace(cuda=cuda)
-                )
+                return SimpleNamespace(ops=SimpleNamespace(fbgemm=operators), version=SimpleNamespace(cuda=cuda))
             if name in ("torchrec", "fbgemm_gpu") and name not in sys.modules:
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
             return sys.modules.get(name)
@@ -112,9 +110,7 @@ def test_require_torchrec_gives_the_real_module() -> None:
         (("torchrec", "fbgemm-gpu-cpu"), "fbgemm_gpu"),
     ],
 )
-def test_what_is_missing_is_named_with_what_fits(
-    install: Install, gone: tuple[str, ...], at_fault: str
-) -> None:
+def test_what_is_missing_is_named_with_what_fits(install: Install, gone: tuple[str, ...], at_fault: str) -> None:
     install(without(*gone))
     with pytest.raises(DependencyError) as caught:
         versions.require_torchrec()
@@ -150,9 +146,7 @@ def test_a_package_that_was_missing_can_be_installed_later(install: Install) -> 
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_failing_import_is_explained_with_its_first_reason(
-    install: Install, package: str, error: Exception
-) -> None:
+def test_a_failing_import_is_explained_with_its_first_reason(install: Install, package: str, error: Exception) -> None:
     echo = ImportError("cannot import from a partially initialised module")
     install(GOOD, {package: [error, echo, echo]})
     for _ in range(2):
@@ -199,9 +193,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("dists", "text"), UNFIT, ids=[text for _, text in UNFIT])
-def test_unfit_versions_that_fail_to_load_name_those_that_fit(
-    install: Install, dists: dict[str, str], text: str
-) -> None:
+def test_unfit_versions_that_fail_to_load_name_those_that_fit(install: Install, dists: dict[str, str], text: str) -> None:
     install(dists, {"fbgemm_gpu": [OSError("undefined symbol")]})
     with pytest.raises(DependencyError) as caught:
         versions.require_torchrec()
@@ -237,9 +229,7 @@ def test_patch_releases_and_build_labels_fit(install: Install, dists: dict[str, 
 
 
 def test_a_cuda_build_beside_a_cpu_torch_is_named_as_the_cause(install: Install) -> None:
-    install(
-        without("fbgemm-gpu-cpu", fbgemm_gpu="1.8.0"), {"fbgemm_gpu": [OSError("libcuda.so.1: not found")]}
-    )
+    install(without("fbgemm-gpu-cpu", fbgemm_gpu="1.8.0"), {"fbgemm_gpu": [OSError("libcuda.so.1: not found")]})
     with pytest.raises(DependencyError) as caught:
         versions.require_torchrec()
     text = str(caught.value)
@@ -271,16 +261,12 @@ def test_a_cuda_build_beside_a_cpu_torch_is_named_as_the_cause(install: Install)
     ],
     ids=["cuda", "cuda, old torch", "cpu, all old"],
 )
-def test_the_commands_depend_on_what_is_installed(
-    install: Install, dists: dict[str, str], commands: tuple[str, ...]
-) -> None:
+def test_the_commands_depend_on_what_is_installed(install: Install, dists: dict[str, str], commands: tuple[str, ...]) -> None:
     install(dists)
     assert versions.install_commands() == commands
 
 
-def test_an_empty_directory_left_by_pip_is_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_directory_left_by_pip_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "left_behind").mkdir()
     (tmp_path / "from_source").mkdir()
     (tmp_path / "from_source" / "__init__.py").touch()
@@ -306,9 +292,7 @@ sys.meta_path.insert(0, Blocker())
 def run_blocked(blocked: tuple[str, ...], code: str) -> None:
     """Run code in a fresh interpreter in which some packages cannot be imported."""
     program = BLOCKER.format(blocked=blocked) + textwrap.dedent(code)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=200
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr
 
 
@@ -409,9 +393,7 @@ def test_a_broken_installation_is_reported_in_80_columns(
 
 
 @pytest.mark.parametrize("gone", [("torchrec", "fbgemm-gpu-cpu"), ("torchrec",)])
-def test_optional_packages_may_be_missing(
-    install: Install, gone: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_optional_packages_may_be_missing(install: Install, gone: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     install(without(*gone))
     assert doctor.run_doctor() == 0
     out = capsys.readouterr().out

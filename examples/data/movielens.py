@@ -10,7 +10,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -109,7 +109,7 @@ def load(folder: Path | None = None) -> RecDataset:
     user = _lookup(ratings, "user_id", user_index, users.path)
     film = _lookup(ratings, "item_id", film_index, films.path)
     stamps = ratings.numbers("timestamp")
-    times = [datetime.fromtimestamp(stamp, tz=timezone.utc) for stamp in stamps]
+    times = [datetime.fromtimestamp(stamp, tz=UTC) for stamp in stamps]
 
     years = [_year(text) for text in films.column("release_year")]
 
