@@ -72,9 +72,9 @@ class _Compilation:
 
 
 def _run_passes(captured: Captured, lookups: LookupSet, plan: TowerPlan, root: nn.Module) -> dict[str, Stage]:
-    from dmt_compile.passes import pipeline
+    from dmt_compile.passes.pipeline import run
 
-    return pipeline.run(Stage("flat", captured.flat, root, lookups, plan))
+    return run(Stage("flat", captured.flat, root, lookups, plan))
 
 
 class TowerProgram(nn.Module):
