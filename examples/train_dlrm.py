@@ -1,12 +1,15 @@
 """Train TorchRec's DLRM as a tower program under torchrun; the model is written as for one device.
 
-    torchrun --nproc-per-node=4 examples/train_dlrm.py          # on every host, with torchrun's --nnodes for several
+    torchrun --nproc-per-node=4 examples/train_dlrm.py                # one host, four ranks
+    torchrun --nproc-per-node=4 examples/train_dlrm.py --hosts 2      # the same ranks, taken as two hosts of two
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 examples/train_dlrm.py  # on each host
 
 Uses CUDA and NCCL where every rank has a GPU, CPU and gloo elsewhere. Without torchrun it trains the program on one device.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 
 import torch
@@ -19,7 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import dmt_compile
 
-FEATURES, ROWS, DIM, DENSE, BATCH, STEPS = 8, 1000, 16, 13, 64, 20
+FEATURES, ROWS, DIM, DENSE, BATCH = 8, 1000, 16, 13, 64
 
 
 def flat_model(device: torch.device) -> DLRMTrain:
@@ -41,6 +44,10 @@ def random_batch(seed: int, device: torch.device) -> Batch:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, help="take the ranks as this many hosts (default: as torchrun started them)")
+    parser.add_argument("--steps", type=int, default=41, help="training steps (default 41)")
+    options = parser.parse_args()
     torchrun = "LOCAL_RANK" in os.environ
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cuda = torch.cuda.device_count() >= local_world
@@ -49,7 +56,10 @@ def main() -> None:
         if cuda:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
-        topology = dmt_compile.Topology.from_env()
+        world = dist.get_world_size()
+        topology = (
+            dmt_compile.Topology(options.hosts, world // options.hosts) if options.hosts else dmt_compile.Topology.from_env()
+        )
         program = dmt_compile.towerize(flat_model(device), topology)
         module = program.distribute()
         tables, dense = list(module.table_parameters()), list(module.dense_parameters())
@@ -60,16 +70,16 @@ def main() -> None:
         dense = [p for name, p in module.named_parameters() if ".embedding_bags." not in name]
     rank = dist.get_rank() if torchrun else 0
 
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(dense, lr=0.1)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(dense, lr=0.01)]
     if tables:  # a rank may own none
         optimizers.append(RowWiseAdagrad(tables, lr=0.02))
-    for step in range(STEPS):
+    for step in range(options.steps):
         loss, _ = module(random_batch(step * 1000 + rank, device))
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if rank == 0 and step % 5 in (0, 4):
+        if rank == 0 and step % 10 == 0:
             print(f"step {step:2d}, loss of rank 0: {loss.item():.4f}", flush=True)
 
     # The flat model's keys and shapes, whatever the plan: it loads into the flat model, or into a program with other towers.
@@ -79,6 +89,8 @@ def main() -> None:
     if rank == 0:
         print(f"{len(state)} tensors loaded into the flat model", flush=True)
     if torchrun:
+        sent = module.traffic
+        print(f"rank {rank} sent {sent.inside_host:,} bytes inside its host, {sent.across_hosts:,} across hosts", flush=True)
         module.close()
         dist.destroy_process_group()
 

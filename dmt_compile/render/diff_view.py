@@ -210,7 +210,7 @@ class _Layout:
         if stepped or rows:
             yield Text()
         if stepped:
-            yield Text("a to g: the steps of SPTT, DMT paper section 3.1.", "dim")
+            yield Text("a to g: the steps of SPTT, DMT paper section 3.1 (f, a tower module, is not part of it).", "dim")
         if rows:
             yield Text("B: samples on a rank. Bytes: what a rank sends forward to others for one", "dim")
             yield Text("sample on every rank; a..b: smallest and largest over the ranks or towers.", "dim")
@@ -297,7 +297,7 @@ def _facts(facts: RowsFacts | IdsFacts | None, named: bool) -> Iterator[str]:
         return
     among = f"among all {counted(facts.group_size, 'rank')}"
     if isinstance(facts, RowsFacts) and facts.groups > 1:
-        among = f"in {facts.groups:,} groups of {counted(facts.group_size, 'rank')}"
+        among = f"in {counted(facts.groups, 'group')} of {counted(facts.group_size, 'rank')}"
     yield f"{_name(facts) + ' ' if named else ''}{among}, {'crosses hosts' if facts.crosses_hosts else 'inside the host'}"
     if isinstance(facts, IdsFacts):
         sent, received = f"{counted(facts.features, 'feature')}, {facts.dtype}", spanned(facts.features_received, "feature")

@@ -185,7 +185,7 @@ class Verifier:
             worst, name = furthest(towers.gradients(), flat.gradients())
         allowed = max(steps, 1)
         trained = sum(gradient is not None for gradient in flat.gradients().values())
-        return worst <= allowed, f"{trained} parameters, largest difference {worst / allowed:.2g} of the tolerance" + (
+        return worst <= allowed, f"{trained} parameters, {worst / allowed:.2g} of the tolerance" + (
             f" ('{name}')" if name else ""
         )
 
