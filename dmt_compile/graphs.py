@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -88,3 +89,41 @@ def resolve_parameter(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds the parameter called ``name`` in ``root``'s state dict, and the parameter's attribute in it."""
     path, _, attribute = name.rpartition(".")
     return root.get_submodule(path), attribute
+
+
+def source_text(node: fx.Node) -> str:
+    """How a user would write the value of a node, where it comes straight from an argument; the node's name otherwise."""
+    if node.op == "placeholder":
+        return str(node.target)
+    inner = node.args[0] if node.args else None
+    if isinstance(inner, fx.Node):
+        if node.op == "call_function" and node.target is getattr:
+            return f"{source_text(inner)}.{node.args[1]}"
+        if node.op == "call_function" and node.target is operator.getitem:
+            return f"{source_text(inner)}[{_index_text(node.args[1])}]"
+        if node.op == "call_method" and node.target in _CASTS:
+            return source_text(inner)
+    return node.name
+
+
+def input_path(node: fx.Node) -> tuple[object, ...] | None:
+    """Where in the inputs a value stands: an argument's name, then keys, indices or attributes; None if it is computed."""
+    if node.op == "placeholder":
+        return (str(node.target),)
+    inner = node.args[0] if node.args else None
+    if isinstance(inner, fx.Node) and node.op == "call_function" and node.target in (getattr, operator.getitem):
+        outer, step = input_path(inner), node.args[1]
+        return (*outer, step) if outer is not None and isinstance(step, str | int) else None
+    return None
+
+
+_CASTS = ("long", "int", "to", "contiguous")
+
+
+def _index_text(index: object) -> str:
+    if isinstance(index, tuple):
+        return ", ".join(_index_text(part) for part in index)
+    if isinstance(index, slice):
+        start, stop = ("" if end is None else str(end) for end in (index.start, index.stop))
+        return f"{start}:{stop}" if index.step is None else f"{start}:{stop}:{index.step}"
+    return repr(index)

@@ -112,9 +112,8 @@ def _exchange(transfers: Mapping[int, _Transfer], grid: TowerGrid) -> dict[int, 
         members[rank] = _members(grid, transfer.axis, rank)
         if not len(members[rank]) == len(transfer.in_splits) == len(transfer.out_splits):
             raise VerificationError(
-                f"{_named(transfer.node)}: rank {rank} has {len(transfer.in_splits)} input and {len(transfer.out_splits)} output splits "
-                "for a "
-                f"group of {len(members[rank])} ranks"
+                f"{_named(transfer.node)}: rank {rank} has {len(transfer.in_splits)} input and "
+                f"{len(transfer.out_splits)} output splits for a group of {len(members[rank])} ranks"
             )
         parts[rank] = transfer.payload.split(list(transfer.in_splits))
     result = {}
@@ -159,7 +158,7 @@ def _execute(program: BoundGraph, args: tuple[Any, ...], kwargs: dict[str, Any])
     ends: dict[fx.Node, list[fx.Node]] = {}
     for used, node in last_use.items():
         ends.setdefault(node, []).append(used)
-    given = _placeholders(program.graph, args, kwargs)
+    given = placeholders(program.graph, args, kwargs)
     for node in program.graph.nodes:
         if node.op == "placeholder":
             values[node] = given[node]
@@ -228,7 +227,7 @@ def _refuse_pending(node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
             raise VerificationError(f"{_named(node)}: uses '{used.name}' before anything waits for it")
 
 
-def _placeholders(graph: fx.Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[fx.Node, Any]:
+def placeholders(graph: fx.Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[fx.Node, Any]:
     """Arguments by placeholder, as the generated forward would bind them."""
     left, named = list(args), dict(kwargs)
     given: dict[fx.Node, Any] = {}

@@ -1,0 +1,341 @@
+"""Plain PyTorch models: ``nn.Embedding``, ``nn.EmbeddingBag`` and their functional forms as lookups, and reading their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..errors import InputError, source_location
+from ..graphs import input_path, resolve_parameter, source_text
+from ..lookups import IdSource, Lookup, LookupOutput, LookupSet, Pooling, RaggedInput, Table
+
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One lookup as the graph writes it, in the terms of ``torch.nn.functional``."""
+
+    node: fx.Node
+    parameter: str
+    ids: fx.Node
+    offsets: fx.Node | None
+    weights: fx.Node | None
+    pooling: Pooling
+    padding_idx: int | None
+    sparse: bool
+    include_last_offset: bool
+    unsupported: str | None
+
+
+def holds_lookup(module: nn.Module) -> bool:
+    """Whether ``module`` is, or contains, a plain embedding module."""
+    return any(isinstance(child, nn.Embedding | nn.EmbeddingBag) for child in module.modules())
+
+
+def id_nodes(flat: fx.GraphModule) -> list[str]:
+    """The nodes whose shapes :func:`find_plain` needs."""
+    names: dict[str, None] = {}
+    for call in _calls(flat):
+        names[call.node.name] = names[call.ids.name] = None
+        if call.offsets is not None:
+            names[call.offsets.name] = None
+    return list(names)
+
+
+def tables_of(flat: fx.GraphModule) -> list[str]:
+    """The parameters that plain lookups read."""
+    return list(dict.fromkeys(call.parameter for call in _calls(flat)))
+
+
+def ragged_inputs(flat: fx.GraphModule) -> tuple[RaggedInput, ...]:
+    """The model's inputs that lookups in offsets form read as they are given."""
+    found = []
+    for call in _calls(flat):
+        values = input_path(call.ids)
+        offsets = input_path(call.offsets) if call.offsets is not None else None
+        if values is not None and offsets is not None:
+            weights = input_path(call.weights) if call.weights is not None else None
+            found.append(RaggedInput(values, offsets, weights, call.include_last_offset))
+    return tuple(dict.fromkeys(found))
+
+
+def find_plain(flat: fx.GraphModule, shapes: Shapes, batches: tuple[int, int | None]) -> tuple[LookupSet, dict[str, str]]:
+    """Every plain lookup of a captured graph that an owner can serve, and for the rest of the tables why they stay replicated.
+
+    ``shapes`` holds, for the nodes of :func:`id_nodes`, their shapes for ``batches[0]`` samples, and for ``batches[1]``.
+    """
+    calls = _calls(flat)
+    replicated = _kept_weights(flat, calls)
+    sources: dict[tuple[str, ...], IdSource] = {}
+    accepted: list[tuple[_Call, IdSource, tuple[int, ...]]] = []
+    after_lookup: set[fx.Node] = set()
+    by_node = {call.node: call for call in calls}
+    for node in flat.graph.nodes:
+        depends = any(used in after_lookup for used in node.all_input_nodes)
+        call = by_node.get(node)
+        if call is not None and call.parameter not in replicated:
+            if depends:
+                replicated[call.parameter] = f"{_at(call)}: its ids are computed from another lookup"
+            else:
+                found = _source(call, shapes, batches)
+                if isinstance(found, str):
+                    replicated[call.parameter] = f"{_at(call)}: {found}"
+                else:
+                    accepted.append((call, *found))
+                    after_lookup.add(node)
+                    continue
+        if depends:
+            after_lookup.add(node)
+    accepted = [(call, source, shape) for call, source, shape in accepted if call.parameter not in replicated]
+    for _, source, _ in accepted:
+        sources.setdefault(source.nodes, source)
+    return _lookup_set(flat, accepted, list(sources.values())), replicated
+
+
+def _at(call: _Call) -> str:
+    return source_location(call.node) or f"node '{call.node.name}'"
+
+
+def _calls(flat: fx.GraphModule) -> list[_Call]:
+    names = {id(parameter): name for name, parameter in flat.named_parameters()}
+    found = (_call(flat, node, names) for node in flat.graph.nodes)
+    return [call for call in found if call is not None]
+
+
+def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> _Call | None:
+    """A node as a lookup on a parameter of the model; None if it is anything else."""
+    if node.op == "call_module":
+        module = flat.get_submodule(str(node.target))
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            bound = _arguments(node, ("input",))
+            options = {"padding_idx": module.padding_idx, "sparse": module.sparse}
+            pooling: Pooling = "rows"
+        elif isinstance(module, nn.EmbeddingBag) and type(module).forward is nn.EmbeddingBag.forward:
+            bound = _arguments(node, ("input", "offsets", "per_sample_weights"))
+            options = {
+                "padding_idx": module.padding_idx,
+                "sparse": module.sparse,
+                "include_last_offset": module.include_last_offset,
+            }
+            pooling = module.mode  # type: ignore[assignment]
+        else:
+            return None
+        weight: Any = module.weight
+        limits = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq}
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            limits["a hook"] = True
+    elif node.target in (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding):
+        bound = _functional_arguments(node)
+        held = bound.pop("weight", None)
+        if not (isinstance(held, fx.Node) and held.op == "get_attr"):
+            return None
+        owner, attribute = resolve_parameter(flat, str(held.target))
+        weight = getattr(owner, attribute)
+        options = {key: bound.get(key) for key in ("padding_idx", "sparse", "include_last_offset")}
+        pooling = bound.get("mode", "mean") if node.target is nn.functional.embedding_bag else "rows"
+        limits = {key: bound.get(key) for key in ("max_norm", "scale_grad_by_freq")}
+    else:
+        return None
+    ids, offsets, weights = bound.get("input"), bound.get("offsets"), bound.get("per_sample_weights")
+    if id(weight) not in names or not isinstance(ids, fx.Node):
+        return None
+    padding = options.get("padding_idx")
+    if padding is not None and padding < 0:
+        # The module and functional forms count from the end; to the operator underneath it means none.
+        padding = None if node.target is torch.embedding else padding + weight.shape[0]
+    unsupported = next(
+        (f"it uses {key}, which depends on the whole batch or changes the table" for key, on in limits.items() if on), None
+    )
+    if not weight.dtype.is_floating_point:
+        unsupported = f"its table holds {weight.dtype}"
+    if any(value is not None and not isinstance(value, fx.Node) for value in (offsets, weights)):
+        unsupported = "its offsets or weights are constants"
+    return _Call(
+        node=node,
+        parameter=names[id(weight)],
+        ids=ids,
+        offsets=offsets if isinstance(offsets, fx.Node) else None,
+        weights=weights if isinstance(weights, fx.Node) else None,
+        pooling=pooling,
+        padding_idx=padding,
+        sparse=bool(options.get("sparse")),
+        include_last_offset=bool(options.get("include_last_offset")),
+        unsupported=unsupported,
+    )
+
+
+def _arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_EMBEDDING_BAG = (
+    *("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq"),
+    *("mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx"),
+)
+_ATEN_EMBEDDING = ("weight", "input", "padding_idx", "scale_grad_by_freq", "sparse")
+
+
+def _functional_arguments(node: fx.Node) -> dict[str, Any]:
+    if node.target is nn.functional.embedding:
+        return _arguments(node, _EMBEDDING)
+    if node.target is torch.embedding:
+        bound = _arguments(node, _ATEN_EMBEDDING)
+        return {("input" if key == "indices" else key): value for key, value in bound.items()}
+    return _arguments(node, _EMBEDDING_BAG)
+
+
+def _kept_weights(flat: fx.GraphModule, calls: Sequence[_Call]) -> dict[str, str]:
+    """Tables that must stay on every rank whatever their ids look like, with the reason."""
+    kept = {call.parameter: f"{_at(call)}: {call.unsupported}" for call in calls if call.unsupported}
+    names = {id(parameter): name for name, parameter in flat.named_parameters()}
+    tables = {call.parameter for call in calls}
+    lookups = {call.node for call in calls}
+    for node in flat.graph.nodes:
+        if node in lookups:
+            continue
+        if node.op == "call_module":
+            used: list[Any] = list(flat.get_submodule(str(node.target)).parameters())
+        elif node.op == "get_attr" and not (node.users and all(_reads_as_table(user, node, lookups) for user in node.users)):
+            owner, attribute = resolve_parameter(flat, str(node.target))
+            used = [getattr(owner, attribute)]
+        else:
+            continue
+        for name in (names.get(id(parameter)) for parameter in used):
+            if name in tables:
+                kept.setdefault(name, f"{source_location(node) or node.name}: it is also used as a weight here")
+    return kept
+
+
+def _reads_as_table(user: fx.Node, weight: fx.Node, lookups: set[fx.Node]) -> bool:
+    return user in lookups and sum(arg is weight for arg in (*user.args, *user.kwargs.values())) == 1
+
+
+def _source(call: _Call, shapes: Shapes, batches: tuple[int, int | None]) -> tuple[IdSource, tuple[int, ...]] | str:
+    """The id source of a call and the shape of its output (-1 for the dimension of the batch), or why no owner can serve it."""
+    batch, fewer = batches
+    if call.ids.name not in shapes or call.node.name not in shapes:
+        return "its ids are no tensor"
+    ids, ids_fewer = shapes[call.ids.name]
+    output = shapes[call.node.name][0]
+    label = source_text(call.ids)
+    extra = tuple(node.name for node in (call.offsets, call.weights) if node is not None)
+    if call.offsets is not None:
+        bags = shapes[call.offsets.name][0][0] - call.include_last_offset
+        if bags != batch:
+            return f"it makes {bags} bags for {batch} samples"
+        source = IdSource(call.ids.name, label, (label,), call.weights is not None, "offsets", 0, extra, call.include_last_offset)
+        return source, (-1, *output[1:])
+    count, left = divmod(_numel(ids), batch)
+    grows = [place for place, size in enumerate(ids) if ids_fewer is None or ids_fewer[place] != size]
+    if ids_fewer is None:
+        grows = [place for place, size in enumerate(ids) if size % batch == 0][:1]
+    if left or not count or len(grows) != 1:
+        return f"its ids are of shape {ids} for {batch} samples, which is no fixed number per sample"
+    if fewer is not None and ids_fewer is not None and _numel(ids_fewer) != count * fewer:
+        return f"its ids are of shape {ids} for {batch} samples and {ids_fewer} for {fewer}: no fixed number per sample"
+    if call.pooling != "rows" and grows[0] != 0:
+        return f"its bags are not one per sample: ids of shape {ids}"
+    if call.pooling != "rows" and ids[0] != batch:
+        return f"it makes {ids[0]} bags for {batch} samples"
+    source = IdSource(call.ids.name, label, (label,), call.weights is not None, "fixed", count, extra)
+    return source, tuple(-1 if place == grows[0] else size for place, size in enumerate(output))
+
+
+def _numel(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _lookup_set(
+    flat: fx.GraphModule, accepted: Sequence[tuple[_Call, IdSource, tuple[int, ...]]], sources: list[IdSource]
+) -> LookupSet:
+    tables: dict[str, Table] = {}
+    number = {source.nodes: index for index, source in enumerate(sources)}
+    weighted = {source.nodes: False for source in sources}
+    lookups: list[Lookup] = []
+    outputs: list[LookupOutput] = []
+    reads: dict[str, int] = {}
+    for call, _, _ in accepted:
+        reads[call.parameter] = reads.get(call.parameter, 0) + 1
+    taken: set[str] = set()
+    for call, source, shape in accepted:
+        weight = flat.get_parameter(call.parameter)
+        table_name = call.parameter.removesuffix(".weight")
+        table = tables.setdefault(call.parameter, Table(table_name, call.parameter, weight.shape[0], weight.shape[1], weight.dtype))
+        name = table.name if reads[call.parameter] == 1 else f"{table.name}@{source.label}"
+        name = _unused(name, taken)
+        weighted[source.nodes] |= call.weights is not None
+        lookups.append(
+            Lookup(
+                name=name,
+                feature=source.features[0],
+                table=table.name,
+                source=number[source.nodes],
+                pooling=call.pooling,
+                weighted=call.weights is not None,
+                dim=table.dim * (source.count if call.pooling == "rows" else 1),
+                dtype=weight.dtype,
+                output=len(outputs),
+                padding_idx=call.padding_idx,
+                sparse=call.sparse,
+            )
+        )
+        outputs.append(LookupOutput(call.node.name, (name,), (name,), source_location(call.node), shape))
+    return LookupSet(
+        tuple(tables.values()),
+        tuple(replace(source, weighted=weighted[source.nodes]) for source in sources),
+        tuple(lookups),
+        tuple(outputs),
+    )
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}#{number}"
+    taken.add(candidate)
+    return candidate
+
+
+def read_ids(
+    ids: Any, extra: Sequence[torch.Tensor], source: IdSource
+) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys, values (N,), lengths (1, B) and weights (N,) or None of a tensor of ids.
+
+    Raises:
+        InputError: the ids are no integers, not the fixed number per sample that the model was compiled for, or their offsets or
+            weights do not fit.
+    """
+    if not isinstance(ids, torch.Tensor) or ids.dtype.is_floating_point or ids.dtype is torch.bool:
+        found = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise InputError(f"'{source.label}' must hold integer ids, got {found}")
+    keys = list(source.features)
+    if source.form == "fixed":
+        samples, left = divmod(ids.numel(), source.count)
+        if left:
+            raise InputError(
+                f"'{source.label}' has {ids.numel()} ids (shape {tuple(ids.shape)}), the model was compiled for "
+                f"{source.count} per sample"
+            )
+        lengths = torch.full((1, samples), source.count, dtype=torch.long, device=ids.device)
+        weights = extra[0].reshape(-1) if source.weighted else None
+    else:
+        offsets = extra[0]
+        if not source.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_tensor([ids.numel()])])
+        lengths = offsets.diff().unsqueeze(0).long()
+        weights = extra[1] if source.weighted else None
+        if offsets.numel() == 0 or bool((lengths < 0).any()) or int(offsets[0]) != 0:
+            raise InputError(f"the offsets of '{source.label}' must start at 0 and not decrease")
+    if weights is not None and weights.numel() != ids.numel():
+        raise InputError(f"'{source.label}' has {weights.numel()} weights for {ids.numel()} ids")
+    return keys, ids.reshape(-1), lengths, weights
