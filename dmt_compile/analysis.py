@@ -12,7 +12,7 @@ from torch import fx, nn
 from . import versions
 from .adapters import plain, torchrec
 from .errors import CaptureError
-from .graphs import clone_sharing_tensors, graph_module_over
+from .graphs import clone_sharing_tensors, graph_module_over, keys_read
 from .lookups import LookupSet
 from .verify.deal import Layout, batch_size, deal_sizes
 
@@ -37,14 +37,12 @@ def analyse(flat: fx.GraphModule, root: nn.Module, example_inputs: ExampleInputs
     lookups = torchrec.find_collections(flat)
     needed = plain.id_nodes(flat)
     names = tuple(str(node.target) for node in flat.graph.nodes if node.op == "placeholder")
-    layout = Layout(names, plain.ragged_inputs(flat))
+    layout = Layout(names, plain.ragged_inputs(flat), keys_read(flat.graph))
     replicated: dict[str, str] = {}
     if needed and example_inputs is not None:
         shapes, batches = _record(flat, root, needed, example_inputs, layout)
-        found, replicated = plain.find_plain(flat, shapes, batches)
-        clash = {x.name for x in lookups.lookups} & {x.name for x in found.lookups}
-        if clash:
-            raise CaptureError(f"a table of a collection and a plain embedding are both called '{min(clash)}': rename one of them")
+        taken = {*lookups.lookup, *lookups.table}
+        found, replicated = plain.find_plain(flat, shapes, batches, taken)
         lookups = lookups + found
     elif needed and not lookups.lookups:
         raise CaptureError(
@@ -98,7 +96,7 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
 
 def _record(
     flat: fx.GraphModule, root: nn.Module, names: list[str], example_inputs: ExampleInputs, layout: Layout
-) -> tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]], tuple[int, int | None]]:
+) -> tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...]]], tuple[int, int]]:
     """Shapes of nodes for the example batch and for the first half of its samples."""
     args, kwargs = split_inputs(example_inputs)
     batch = batch_size(args, kwargs, layout)
@@ -108,19 +106,26 @@ def _record(
     clone = clone_sharing_tensors(root, copy_buffers=True).eval()
     module = graph_module_over(clone, flat.graph, {}, "Recorder")
     full = _shapes(module, set(names), args, kwargs)
-    fewer = batch // 2 or None
-    if fewer is None:
-        return {name: (shape, None) for name, shape in full.items()}, (batch, None)
+    fewer = batch // 2
     half_args, half_kwargs = deal_sizes(args, kwargs, [fewer, batch - fewer], layout)[0]
-    half = _shapes(module, set(names), half_args, half_kwargs)
-    return {name: (shape, half.get(name)) for name, shape in full.items()}, (batch, fewer)
+    try:
+        half = _shapes(module, set(names), half_args, half_kwargs)
+    except CaptureError as error:
+        if fewer:
+            raise
+        raise CaptureError("example_inputs must hold at least two samples: the model does not run on none of them") from error
+    return {name: (shape, half[name]) for name, shape in full.items() if name in half}, (batch, fewer)
 
 
 def _shapes(module: fx.GraphModule, names: set[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     from .verify.cluster import placeholders
 
     recorder = _Recorder(module, names)
-    given = placeholders(module.graph, args, kwargs)
+    try:
+        given = placeholders(module.graph, args, kwargs)
+    except TypeError as error:
+        hint = " (a dict holds keyword arguments: write (batch,) for a forward that takes one dict)" if kwargs and not args else ""
+        raise CaptureError(f"example_inputs do not fit forward: {error}{hint}") from None
     ordered = [given[node] for node in module.graph.nodes if node.op == "placeholder"]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:

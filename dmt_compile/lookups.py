@@ -40,7 +40,8 @@ class IdSource:
     ``label`` is what errors call it: the user's expression where that is known. ``form`` says how the ids are laid out:
 
     - "keyed": a KeyedJaggedTensor;
-    - "fixed": a tensor of any shape with ``count`` ids per sample; ``extra`` may name a tensor of as many weights;
+    - "fixed": a tensor with ``count`` ids per sample, of ``shape`` (-1 for the dimension that grows with the batch); ``extra``
+      may name a tensor of as many weights;
     - "offsets": a 1-D tensor of ids; ``extra`` names its offsets, and then its weights if it is ``weighted``.
     """
 
@@ -52,6 +53,7 @@ class IdSource:
     count: int = 0
     extra: tuple[str, ...] = ()
     include_last_offset: bool = False
+    shape: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -65,7 +67,8 @@ class Lookup:
 
     ``name`` is unique in the model. Its output is (B, ``dim``) of ``dtype``, part of output number ``output``. Rows that are
     not pooled lie side by side: n ids per sample in a table of width d make n * d columns. ``padding_idx`` and ``sparse``
-    (gradients) are those of ``torch.nn.functional.embedding``.
+    (gradients) are those of ``torch.nn.functional.embedding``. ``grad`` is False for a lookup that the model makes under
+    ``torch.no_grad()``.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Lookup:
     output: int
     padding_idx: int | None = None
     sparse: bool = False
+    grad: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 from ..errors import InputError, source_location
-from ..graphs import input_path, resolve_parameter, source_text
+from ..graphs import NO_GRAD, input_path, resolve_parameter, source_text
 from ..lookups import IdSource, Lookup, LookupOutput, LookupSet, Pooling, RaggedInput, Table
 
-Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]]
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -64,37 +64,45 @@ def ragged_inputs(flat: fx.GraphModule) -> tuple[RaggedInput, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def find_plain(flat: fx.GraphModule, shapes: Shapes, batches: tuple[int, int | None]) -> tuple[LookupSet, dict[str, str]]:
+def find_plain(
+    flat: fx.GraphModule, shapes: Shapes, batches: tuple[int, int], taken: Iterable[str] = ()
+) -> tuple[LookupSet, dict[str, str]]:
     """Every plain lookup of a captured graph that an owner can serve, and for the rest of the tables why they stay replicated.
 
-    ``shapes`` holds, for the nodes of :func:`id_nodes`, their shapes for ``batches[0]`` samples, and for ``batches[1]``.
+    ``shapes`` holds, for the nodes of :func:`id_nodes`, their shapes for ``batches[0]`` samples, and for ``batches[1]``. No
+    lookup or table gets a name of ``taken``.
     """
     calls = _calls(flat)
     replicated = _kept_weights(flat, calls)
-    sources: dict[tuple[str, ...], IdSource] = {}
-    accepted: list[tuple[_Call, IdSource, tuple[int, ...]]] = []
-    after_lookup: set[fx.Node] = set()
-    by_node = {call.node: call for call in calls}
-    for node in flat.graph.nodes:
-        depends = any(used in after_lookup for used in node.all_input_nodes)
-        call = by_node.get(node)
-        if call is not None and call.parameter not in replicated:
-            if depends:
-                replicated[call.parameter] = f"{_at(call)}: its ids are computed from another lookup"
+    served: dict[fx.Node, tuple[IdSource, tuple[int, ...]]] = {}
+    for call in calls:
+        if call.parameter not in replicated:
+            found = _source(call, shapes, batches)
+            if isinstance(found, str):
+                replicated[call.parameter] = f"{_at(call)}: {found}"
             else:
-                found = _source(call, shapes, batches)
-                if isinstance(found, str):
-                    replicated[call.parameter] = f"{_at(call)}: {found}"
-                else:
-                    accepted.append((call, *found))
-                    after_lookup.add(node)
-                    continue
-        if depends:
-            after_lookup.add(node)
-    accepted = [(call, source, shape) for call, source, shape in accepted if call.parameter not in replicated]
+                served[call.node] = found
+    # A table that turns out to be replicated is no lookup any more for what depends on it, so start again after each.
+    while refused := _after_lookup(flat, calls, replicated):
+        replicated[refused.parameter] = f"{_at(refused)}: its ids or weights are computed from another lookup"
+    accepted = [(call, *served[call.node]) for call in calls if call.parameter not in replicated]
+    sources: dict[tuple[str, ...], IdSource] = {}
     for _, source, _ in accepted:
         sources.setdefault(source.nodes, source)
-    return _lookup_set(flat, accepted, list(sources.values())), replicated
+    return _lookup_set(flat, accepted, list(sources.values()), taken), replicated
+
+
+def _after_lookup(flat: fx.GraphModule, calls: Sequence[_Call], replicated: Mapping[str, str]) -> _Call | None:
+    """The first lookup that needs the result of another one before its ids are known."""
+    by_node = {call.node: call for call in calls if call.parameter not in replicated}
+    after: set[fx.Node] = set()
+    for node in flat.graph.nodes:
+        depends = any(used in after for used in node.all_input_nodes)
+        if depends and node in by_node:
+            return by_node[node]
+        if depends or node in by_node:
+            after.add(node)
+    return None
 
 
 def _at(call: _Call) -> str:
@@ -216,7 +224,7 @@ def _reads_as_table(user: fx.Node, weight: fx.Node, lookups: set[fx.Node]) -> bo
     return user in lookups and sum(arg is weight for arg in (*user.args, *user.kwargs.values())) == 1
 
 
-def _source(call: _Call, shapes: Shapes, batches: tuple[int, int | None]) -> tuple[IdSource, tuple[int, ...]] | str:
+def _source(call: _Call, shapes: Shapes, batches: tuple[int, int]) -> tuple[IdSource, tuple[int, ...]] | str:
     """The id source of a call and the shape of its output (-1 for the dimension of the batch), or why no owner can serve it."""
     batch, fewer = batches
     if call.ids.name not in shapes or call.node.name not in shapes:
@@ -226,24 +234,26 @@ def _source(call: _Call, shapes: Shapes, batches: tuple[int, int | None]) -> tup
     label = source_text(call.ids)
     extra = tuple(node.name for node in (call.offsets, call.weights) if node is not None)
     if call.offsets is not None:
-        bags = shapes[call.offsets.name][0][0] - call.include_last_offset
-        if bags != batch:
-            return f"it makes {bags} bags for {batch} samples"
+        if call.offsets.name not in shapes:
+            return "its offsets are no tensor"
+        for samples, offsets in zip(batches, shapes[call.offsets.name], strict=True):
+            bags = _numel(offsets) - call.include_last_offset
+            if bags != samples:
+                return f"it makes {bags} bags for {samples} samples"
         source = IdSource(call.ids.name, label, (label,), call.weights is not None, "offsets", 0, extra, call.include_last_offset)
         return source, (-1, *output[1:])
     count, left = divmod(_numel(ids), batch)
-    grows = [place for place, size in enumerate(ids) if ids_fewer is None or ids_fewer[place] != size]
-    if ids_fewer is None:
-        grows = [place for place, size in enumerate(ids) if size % batch == 0][:1]
-    if left or not count or len(grows) != 1:
-        return f"its ids are of shape {ids} for {batch} samples, which is no fixed number per sample"
-    if fewer is not None and ids_fewer is not None and _numel(ids_fewer) != count * fewer:
+    grows = [place for place, (size, smaller) in enumerate(zip(ids, ids_fewer, strict=False)) if smaller != size]
+    if ids == ids_fewer:
+        return f"its ids are of shape {ids} for any number of samples"
+    if len(ids) != len(ids_fewer) or left or not count or len(grows) != 1 or _numel(ids_fewer) != count * fewer:
         return f"its ids are of shape {ids} for {batch} samples and {ids_fewer} for {fewer}: no fixed number per sample"
     if call.pooling != "rows" and grows[0] != 0:
         return f"its bags are not one per sample: ids of shape {ids}"
     if call.pooling != "rows" and ids[0] != batch:
         return f"it makes {ids[0]} bags for {batch} samples"
-    source = IdSource(call.ids.name, label, (label,), call.weights is not None, "fixed", count, extra)
+    shape = tuple(-1 if place == grows[0] else size for place, size in enumerate(ids))
+    source = IdSource(call.ids.name, label, (label,), call.weights is not None, "fixed", count, extra, shape=shape)
     return source, tuple(-1 if place == grows[0] else size for place, size in enumerate(output))
 
 
@@ -255,7 +265,10 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _lookup_set(
-    flat: fx.GraphModule, accepted: Sequence[tuple[_Call, IdSource, tuple[int, ...]]], sources: list[IdSource]
+    flat: fx.GraphModule,
+    accepted: Sequence[tuple[_Call, IdSource, tuple[int, ...]]],
+    sources: list[IdSource],
+    names_taken: Iterable[str],
 ) -> LookupSet:
     tables: dict[str, Table] = {}
     number = {source.nodes: index for index, source in enumerate(sources)}
@@ -265,11 +278,14 @@ def _lookup_set(
     reads: dict[str, int] = {}
     for call, _, _ in accepted:
         reads[call.parameter] = reads.get(call.parameter, 0) + 1
-    taken: set[str] = set()
+    taken = set(names_taken)
+    tables_taken = set(taken)
     for call, source, shape in accepted:
         weight = flat.get_parameter(call.parameter)
-        table_name = call.parameter.removesuffix(".weight")
-        table = tables.setdefault(call.parameter, Table(table_name, call.parameter, weight.shape[0], weight.shape[1], weight.dtype))
+        if call.parameter not in tables:
+            table_name = _unused(call.parameter.removesuffix(".weight"), tables_taken)
+            tables[call.parameter] = Table(table_name, call.parameter, weight.shape[0], weight.shape[1], weight.dtype)
+        table = tables[call.parameter]
         name = table.name if reads[call.parameter] == 1 else f"{table.name}@{source.label}"
         name = _unused(name, taken)
         weighted[source.nodes] |= call.weights is not None
@@ -286,6 +302,7 @@ def _lookup_set(
                 output=len(outputs),
                 padding_idx=call.padding_idx,
                 sparse=call.sparse,
+                grad=NO_GRAD not in call.node.meta,
             )
         )
         outputs.append(LookupOutput(call.node.name, (name,), (name,), source_location(call.node), shape))
@@ -321,15 +338,17 @@ def read_ids(
     keys = list(source.features)
     if source.form == "fixed":
         samples, left = divmod(ids.numel(), source.count)
-        if left:
+        if left or not _fits(ids.shape, source.shape):
             raise InputError(
-                f"'{source.label}' has {ids.numel()} ids (shape {tuple(ids.shape)}), the model was compiled for "
-                f"{source.count} per sample"
+                f"'{source.label}' has ids of shape {tuple(ids.shape)}, the model was compiled for {source.count} per sample "
+                f"({_shape_text(source)}): pad or cut them to that number, or compile for another one"
             )
         lengths = torch.full((1, samples), source.count, dtype=torch.long, device=ids.device)
         weights = extra[0].reshape(-1) if source.weighted else None
     else:
         offsets = extra[0]
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"the offsets of '{source.label}' must be int32 or int64, got {offsets.dtype}")
         if not source.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([ids.numel()])])
         lengths = offsets.diff().unsqueeze(0).long()
@@ -339,3 +358,17 @@ def read_ids(
     if weights is not None and weights.numel() != ids.numel():
         raise InputError(f"'{source.label}' has {weights.numel()} weights for {ids.numel()} ids")
     return keys, ids.reshape(-1), lengths, weights
+
+
+def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether ``shape`` is the expected one, in which -1 stands for any size."""
+    return len(shape) == len(expected) and all(want in (-1, size) for size, want in zip(shape, expected, strict=True))
+
+
+def _shape_text(source: IdSource) -> str:
+    per_unit = source.count
+    for size in source.shape:
+        per_unit //= size if size > 0 else 1
+    grows = "B" if per_unit == 1 else f"{per_unit} * B"
+    sizes = ", ".join(grows if size < 0 else str(size) for size in source.shape)
+    return f"shape ({sizes}{',' if len(source.shape) == 1 else ''}) for B samples"

@@ -28,6 +28,8 @@ class _PooledReader:
 
 
 def _pool(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
+    if not lookup.grad:
+        weight = weight.detach()
     if lookup.pooling == "rows":
         rows = nn.functional.embedding(bag.values, weight, lookup.padding_idx, sparse=lookup.sparse)
         return rows.view(bag.offsets.numel() - 1, lookup.dim).to(lookup.dtype)

@@ -148,7 +148,15 @@ class Verifier:
         for rank, (args, kwargs) in enumerate(self.inputs):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed + rank)
-                outputs.append(copies.roots[rank](*args, **kwargs))
+                try:
+                    outputs.append(copies.roots[rank](*args, **kwargs))
+                except Exception as error:
+                    if not isinstance(error, DmtError) and self._sizes()[rank] == 0:
+                        raise InputError(
+                            f"the flat model does not run on no samples, which is what rank {rank} gets of this batch "
+                            f"({type(error).__name__}: {error}): verify with at least {self.world} samples"
+                        ) from error
+                    raise
         return outputs
 
     def outputs(self, name: str, expected: Sequence[Any]) -> tuple[bool, str]:
@@ -229,7 +237,7 @@ class Verifier:
         wide = replace(
             lookups,
             tables=tuple(replace(table, dtype=torch.float64) for table in lookups.tables),
-            lookups=tuple(replace(lookup, dtype=torch.float64) for lookup in lookups.lookups),
+            lookups=tuple(replace(lookup, dtype=torch.float64, grad=True) for lookup in lookups.lookups),
         )
         lowered = _with_whole_weights(_cut_at(self.recompile(wide, root)["lowered"], RestoreColumns))
         roots = [clone_sharing_tensors(root, copy_buffers=True) for _ in range(self.world)]
