@@ -68,7 +68,7 @@ class Lookup:
     ``name`` is unique in the model. Its output is (B, ``dim``) of ``dtype``, part of output number ``output``. Rows that are
     not pooled lie side by side: n ids per sample in a table of width d make n * d columns. ``padding_idx`` and ``sparse``
     (gradients) are those of ``torch.nn.functional.embedding``. ``grad`` is False for a lookup that the model makes under
-    ``torch.no_grad()``.
+    ``torch.no_grad()``. ``max_norm`` and ``norm_type`` are torch's: rows that are read are scaled down in the table first.
     """
 
     name: str
@@ -83,6 +83,8 @@ class Lookup:
     padding_idx: int | None = None
     sparse: bool = False
     grad: bool = True
+    max_norm: float | None = None
+    norm_type: float = 2.0
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,6 @@ class Refusing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.served = nn.Embedding(BIG, 4)
-        self.clipped = nn.Embedding(BIG, 4, max_norm=1.0)
         self.scaled = nn.Embedding(BIG, 4, scale_grad_by_freq=True)
         self.position = nn.Embedding(3, 4)
         self.second = nn.Embedding(BIG, 4)
@@ -283,7 +282,7 @@ class Refusing(nn.Module):
     def forward(self, x: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
         rows = self.served(history) + self.position(torch.arange(history.shape[1]))
         chosen = self.second((rows.sum(dim=(1, 2)).abs() * 7).long() % BIG)
-        return (rows.mean(1) + chosen + self.clipped(x) + self.scaled(x) + self.tied(x)) @ self.tied.weight.t()
+        return (rows.mean(1) + chosen + self.scaled(x) + self.tied(x)) @ self.tied.weight.t()
 
 
 class Shared(nn.Module):
@@ -306,6 +305,18 @@ class Shared(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.tower(x, y) + self.again(y, x) * self.alone(x)
+
+
+class Renormed(nn.Module):
+    """Tables whose rows are scaled down when they are read: the forward pass changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.bag = nn.Embedding(BIG, 3, max_norm=0.7), nn.EmbeddingBag(BIG, 2, max_norm=0.5, norm_type=1.0)
+        self.top = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.one(x[:, 0]), self.bag(x), self.one(y)], dim=1))
 
 
 @dataclass(frozen=True)
@@ -365,5 +376,6 @@ CASES = {
     "nested": Case(Nested, _nested),
     "mixed": Case(Mixed, lambda draw: (draw.id(BIG), draw.id(BIG))),
     "refusing": Case(Refusing, lambda draw: (draw.id(BIG), draw.id(BIG, 3))),
+    "renormed": Case(Renormed, lambda draw: (draw.id(BIG, 3), draw.id(BIG))),
     "shared": Case(Shared, lambda draw: (draw.id(BIG), draw.id(BIG))),
 }

@@ -29,6 +29,8 @@ class _Call:
     padding_idx: int | None
     sparse: bool
     include_last_offset: bool
+    max_norm: float | None
+    norm_type: float
     unsupported: str | None
 
 
@@ -65,15 +67,20 @@ def ragged_inputs(flat: fx.GraphModule) -> tuple[RaggedInput, ...]:
 
 
 def find_plain(
-    flat: fx.GraphModule, shapes: Shapes, batches: tuple[int, int], taken: Iterable[str] = ()
+    flat: fx.GraphModule,
+    shapes: Shapes,
+    batches: tuple[int, int],
+    taken: Iterable[str] = (),
+    keep: Mapping[str, str] | None = None,
 ) -> tuple[LookupSet, dict[str, str]]:
     """Every plain lookup of a captured graph that an owner can serve, and for the rest of the tables why they stay replicated.
 
     ``shapes`` holds, for the nodes of :func:`id_nodes`, their shapes for ``batches[0]`` samples, and for ``batches[1]``. No
-    lookup or table gets a name of ``taken``.
+    lookup or table gets a name of ``taken``. Tables in ``keep`` stay replicated, for the reason given there.
     """
     calls = _calls(flat)
-    replicated = _kept_weights(flat, calls)
+    kept = {call.parameter: keep[call.parameter] for call in calls if keep and call.parameter in keep}
+    replicated = {**kept, **_kept_weights(flat, calls)}
     served: dict[fx.Node, tuple[IdSource, tuple[int, ...]]] = {}
     for call in calls:
         if call.parameter not in replicated:
@@ -134,9 +141,10 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> _Cal
         else:
             return None
         weight: Any = module.weight
-        limits = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq}
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            limits["a hook"] = True
+        norms: Mapping[str, Any] = {"max_norm": module.max_norm, "norm_type": module.norm_type}
+        unsupported = _BY_FREQUENCY if module.scale_grad_by_freq else None
+        if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+            unsupported = "its module has a hook"
     elif node.target in (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding):
         bound = _functional_arguments(node)
         held = bound.pop("weight", None)
@@ -146,7 +154,8 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> _Cal
         weight = getattr(owner, attribute)
         options = {key: bound.get(key) for key in ("padding_idx", "sparse", "include_last_offset")}
         pooling = bound.get("mode", "mean") if node.target is nn.functional.embedding_bag else "rows"
-        limits = {key: bound.get(key) for key in ("max_norm", "scale_grad_by_freq")}
+        norms = bound
+        unsupported = _BY_FREQUENCY if bound.get("scale_grad_by_freq") else None
     else:
         return None
     ids, offsets, weights = bound.get("input"), bound.get("offsets"), bound.get("per_sample_weights")
@@ -156,9 +165,6 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> _Cal
     if padding is not None and padding < 0:
         # The module and functional forms count from the end; to the operator underneath it means none.
         padding = None if node.target is torch.embedding else padding + weight.shape[0]
-    unsupported = next(
-        (f"it uses {key}, which depends on the whole batch or changes the table" for key, on in limits.items() if on), None
-    )
     if not weight.dtype.is_floating_point:
         unsupported = f"its table holds {weight.dtype}"
     if any(value is not None and not isinstance(value, fx.Node) for value in (offsets, weights)):
@@ -173,8 +179,13 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> _Cal
         padding_idx=padding,
         sparse=bool(options.get("sparse")),
         include_last_offset=bool(options.get("include_last_offset")),
+        max_norm=norms.get("max_norm"),
+        norm_type=norms.get("norm_type", 2.0),
         unsupported=unsupported,
     )
+
+
+_BY_FREQUENCY = "it uses scale_grad_by_freq, so its gradient depends on which samples are on one rank"
 
 
 def _arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
@@ -201,6 +212,10 @@ def _functional_arguments(node: fx.Node) -> dict[str, Any]:
 def _kept_weights(flat: fx.GraphModule, calls: Sequence[_Call]) -> dict[str, str]:
     """Tables that must stay on every rank whatever their ids look like, with the reason."""
     kept = {call.parameter: f"{_at(call)}: {call.unsupported}" for call in calls if call.unsupported}
+    norms: dict[str, tuple[float | None, float]] = {}
+    for call in calls:
+        if norms.setdefault(call.parameter, (call.max_norm, call.norm_type)) != (call.max_norm, call.norm_type):
+            kept.setdefault(call.parameter, f"{_at(call)}: its lookups do not all have the same max_norm")
     names = {id(parameter): name for name, parameter in flat.named_parameters()}
     tables = {call.parameter for call in calls}
     lookups = {call.node for call in calls}
@@ -303,6 +318,8 @@ def _lookup_set(
                 padding_idx=call.padding_idx,
                 sparse=call.sparse,
                 grad=NO_GRAD not in call.node.meta,
+                max_norm=call.max_norm,
+                norm_type=call.norm_type,
             )
         )
         outputs.append(LookupOutput(call.node.name, (name,), (name,), source_location(call.node), shape))

@@ -31,12 +31,16 @@ def _pool(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
     if not lookup.grad:
         weight = weight.detach()
     if lookup.pooling == "rows":
-        rows = nn.functional.embedding(bag.values, weight, lookup.padding_idx, sparse=lookup.sparse)
+        rows = nn.functional.embedding(
+            bag.values, weight, lookup.padding_idx, lookup.max_norm, lookup.norm_type, sparse=lookup.sparse
+        )
         return rows.view(bag.offsets.numel() - 1, lookup.dim).to(lookup.dtype)
     pooled = nn.functional.embedding_bag(
         bag.values,
         weight,
         bag.offsets,
+        max_norm=lookup.max_norm,
+        norm_type=lookup.norm_type,
         mode=lookup.pooling,
         sparse=lookup.sparse,
         include_last_offset=True,

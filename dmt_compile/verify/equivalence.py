@@ -237,7 +237,7 @@ class Verifier:
         wide = replace(
             lookups,
             tables=tuple(replace(table, dtype=torch.float64) for table in lookups.tables),
-            lookups=tuple(replace(lookup, dtype=torch.float64, grad=True) for lookup in lookups.lookups),
+            lookups=tuple(replace(lookup, dtype=torch.float64, grad=True, max_norm=None) for lookup in lookups.lookups),
         )
         lowered = _with_whole_weights(_cut_at(self.recompile(wide, root)["lowered"], RestoreColumns))
         roots = [clone_sharing_tensors(root, copy_buffers=True) for _ in range(self.world)]
