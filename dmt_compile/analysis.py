@@ -105,6 +105,7 @@ def _record(
     # In evaluation mode, because layers such as BatchNorm refuse to train on one sample.
     clone = clone_sharing_tensors(root, copy_buffers=True).eval()
     module = graph_module_over(clone, flat.graph, {}, "Recorder")
+    plain.copy_tables_that_reading_changes(module)
     full = _shapes(module, set(names), args, kwargs)
     fewer = batch // 2
     half_args, half_kwargs = deal_sizes(args, kwargs, [fewer, batch - fewer], layout)[0]

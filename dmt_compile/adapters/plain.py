@@ -54,6 +54,19 @@ def tables_of(flat: fx.GraphModule) -> list[str]:
     return list(dict.fromkeys(call.parameter for call in _calls(flat)))
 
 
+def copy_tables_that_reading_changes(flat: fx.GraphModule) -> None:
+    """Give the module tree that ``flat`` runs over tables of its own where a lookup has a max_norm, which writes to them."""
+    copies: dict[int, nn.Parameter] = {}
+    for call in _calls(flat):
+        if call.max_norm is not None:
+            table = flat.get_parameter(call.parameter)
+            copies[id(table)] = nn.Parameter(table.detach().clone(), requires_grad=table.requires_grad)
+    for module in flat.modules() if copies else ():
+        for name, value in module._parameters.items():
+            if id(value) in copies:
+                module._parameters[name] = copies[id(value)]
+
+
 def ragged_inputs(flat: fx.GraphModule) -> tuple[RaggedInput, ...]:
     """The model's inputs that lookups in offsets form read as they are given."""
     found = []
