@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from .adapters import torchrec as torchrec_adapter
 from .errors import CaptureError, source_location
-from .graphs import EXTRAS, clone_sharing_tensors, graph_module_over
+from .graphs import EXTRAS, NO_GRAD, clone_sharing_tensors, cut_gradients, graph_module_over
 
 _LIBRARY_DIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
@@ -155,6 +155,12 @@ class _Tracer(fx.Tracer):
         self.whole = whole
         self.leaves: dict[str, str] = {}
         self._attribute_proxies: list[dict[str, Any]] = []
+        self._grad = torch.is_grad_enabled()
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        graph = super().trace(root, concrete_args)
+        cut_gradients(graph)
+        return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = torchrec_adapter.is_collection(m) or torchrec_adapter.must_stay_whole(m)
@@ -162,6 +168,8 @@ class _Tracer(fx.Tracer):
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         proxy = super().create_proxy(*args, **kwargs)
+        if self._grad and not torch.is_grad_enabled() and proxy.node.op not in ("placeholder", "get_attr", "output"):
+            proxy.node.meta[NO_GRAD] = True
         # Placeholders are made before the user's forward runs.
         where = _user_frame(sys._getframe(1)) if proxy.node.op != "placeholder" else None
         if where is not None:

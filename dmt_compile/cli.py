@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
     from .program import TowerProgram
 
@@ -23,6 +24,7 @@ _NARROWEST = 40
 _DESCRIPTION = "From a flat recommender to a tower-partitioned program (Disaggregated Multi-Tower, arXiv 2403.00877)."
 _EXAMPLE = """examples:
   dmt-compile explain model.py:make_model --hosts 2 --ranks-per-host 4
+  dmt-compile explain model.py:make_model_and_batch --hosts 2 --ranks-per-host 4
   dmt-compile explain my_package.models:DLRM_SMALL --hosts 2 --ranks-per-host 4 --towers 4 --stages sptt,lowered
   dmt-compile explain model.py:make_model --plan plan.json
 """
@@ -66,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "model",
         metavar="MODULE_OR_FILE:NAME",
-        help="a model, or a function without arguments that makes one, in a module or a .py file",
+        help="a model, or a function without arguments that makes one, in a module or a .py file; a model that reads plain "
+        "PyTorch embeddings comes with a batch, as (model, example_inputs)",
     )
     explain.add_argument("--hosts", type=_positive, metavar="H", help="number of hosts")
     explain.add_argument("--ranks-per-host", type=_positive, metavar="L", help="number of ranks on every host")
@@ -152,8 +155,14 @@ def _compile(arguments: argparse.Namespace) -> TowerProgram:
         raise _UsageError("give --hosts and --ranks-per-host, or --plan")
     topology = plan.topology if plan else Topology(arguments.hosts, arguments.ranks_per_host)
     with _own_search_path():
-        model = _load_model(arguments.model)
-        return towerize(model, topology, towers=plan or arguments.towers, partition=arguments.partition or "balanced")
+        model, example_inputs = _load_model(arguments.model)
+        return towerize(
+            model,
+            topology,
+            towers=plan or arguments.towers,
+            partition=arguments.partition or "balanced",
+            example_inputs=example_inputs,
+        )
 
 
 _PLANNED = ("hosts", "ranks_per_host", "towers", "partition")
@@ -169,8 +178,8 @@ def _own_search_path() -> Iterator[None]:
         sys.path[:] = before
 
 
-def _load_model(target: str) -> Any:
-    """What ``target`` names, called if it is not a model already. :func:`towerize` says so if the result is no model."""
+def _load_model(target: str) -> tuple[nn.Module, Any]:
+    """The model that ``target`` names or makes, and the example inputs that came with it, or None."""
     from torch import nn
 
     source, _, name = target.rpartition(":")
@@ -182,14 +191,27 @@ def _load_model(target: str) -> Any:
             raise _UsageError(f"{source} has no {name!r}{_perhaps(found, part)}")
         found = getattr(found, part)
     if isinstance(found, nn.Module):
-        return found
+        return found, None
+    if isinstance(found, tuple):
+        return _model_and_inputs(found, target)
     if not callable(found):
         raise _UsageError(f"{target} is neither a model nor a function that makes one, but {type(found).__name__}")
     with _user_code(f"{name}() of {source}"):
-        model = found()
-    if not isinstance(model, nn.Module):
-        raise _UsageError(f"{name}() of {source} returned {type(model).__name__}, a torch.nn.Module is needed")
-    return model
+        made = found()
+    return _model_and_inputs(made, f"{name}() of {source} returned")
+
+
+def _model_and_inputs(made: Any, what: str) -> tuple[nn.Module, Any]:
+    from torch import nn
+
+    if isinstance(made, nn.Module):
+        return made, None
+    if not isinstance(made, tuple):
+        raise _UsageError(f"{what} {type(made).__name__}, a torch.nn.Module is needed, or (model, example_inputs)")
+    if len(made) != 2 or not isinstance(made[0], nn.Module):
+        types = ", ".join(type(one).__name__ for one in made)
+        raise _UsageError(f"{what} a tuple ({types}), (model, example_inputs) is needed")
+    return made
 
 
 def _perhaps(holder: object, wrong: str) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
 
 def clone_sharing_tensors(model: nn.Module, *, copy_buffers: bool = False) -> nn.Module:
@@ -84,7 +87,78 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
+NO_GRAD = "no_grad"
+"""Key in the ``meta`` of nodes that the user's code runs with gradients switched off."""
+
+
+def without_grad(value: Any) -> Any:
+    """``value`` with every tensor inside it detached."""
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+def cut_gradients(graph: fx.Graph) -> None:
+    """Detach what leaves a part of the graph that is marked ``NO_GRAD``: a graph has no memory of the switch itself."""
+    for node in list(graph.nodes):
+        outside = [user for user in node.users if NO_GRAD not in user.meta]
+        if NO_GRAD in node.meta and outside:
+            with graph.inserting_after(node):
+                cut = graph.call_function(without_grad, (node,))
+            cut.meta.update(node.meta)
+            for user in outside:
+                user.replace_input_with(node, cut)
+
+
 def resolve_parameter(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds the parameter called ``name`` in ``root``'s state dict, and the parameter's attribute in it."""
     path, _, attribute = name.rpartition(".")
     return root.get_submodule(path), attribute
+
+
+def source_text(node: fx.Node) -> str:
+    """How a user would write the value of a node, where it comes straight from an argument; the node's name otherwise."""
+    if node.op == "placeholder":
+        return str(node.target)
+    inner = node.args[0] if node.args else None
+    if isinstance(inner, fx.Node):
+        if node.op == "call_function" and node.target is getattr:
+            return f"{source_text(inner)}.{node.args[1]}"
+        if node.op == "call_function" and node.target is operator.getitem:
+            return f"{source_text(inner)}[{_index_text(node.args[1])}]"
+        if node.op == "call_method" and node.target in _CASTS:
+            return source_text(inner)
+    return node.name
+
+
+def input_path(node: fx.Node) -> tuple[object, ...] | None:
+    """Where in the inputs a value stands: an argument's name, then keys, indices or attributes; None if it is computed.
+
+    A cast or a move to another device changes nothing about where it stands.
+    """
+    if node.op == "placeholder":
+        return (str(node.target),)
+    inner = node.args[0] if node.args else None
+    if isinstance(inner, fx.Node) and node.op == "call_function" and node.target in (getattr, operator.getitem):
+        outer, step = input_path(inner), node.args[1]
+        return (*outer, step) if outer is not None and isinstance(step, str | int) else None
+    if isinstance(inner, fx.Node) and node.op == "call_method" and node.target in _CASTS:
+        return input_path(inner)
+    return None
+
+
+def keys_read(graph: fx.Graph) -> tuple[tuple[object, ...], ...]:
+    """The paths of the inputs' entries that the graph reads by key."""
+    nodes = (node for node in graph.nodes if node.op == "call_function" and node.target is operator.getitem)
+    found = (input_path(node) for node in nodes if isinstance(node.args[1], str))
+    return tuple(dict.fromkeys(path for path in found if path is not None))
+
+
+_CASTS = ("long", "int", "to", "contiguous")
+
+
+def _index_text(index: object) -> str:
+    if isinstance(index, tuple):
+        return ", ".join(_index_text(part) for part in index)
+    if isinstance(index, slice):
+        start, stop = ("" if end is None else str(end) for end in (index.start, index.stop))
+        return f"{start}:{stop}" if index.step is None else f"{start}:{stop}:{index.step}"
+    return repr(index)

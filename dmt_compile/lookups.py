@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
 
-Pooling = Literal["sum", "mean"]
+# "rows" keeps every row: nothing is pooled.
+Pooling = Literal["sum", "mean", "max", "rows"]
+
+Form = Literal["keyed", "fixed", "offsets"]
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,38 @@ class Table:
 class IdSource:
     """A place in the graph where ids come from: ``node`` yields them, ``features`` are the keys read from it.
 
-    ``label`` is what errors call it: the user's expression where that is known.
+    ``label`` is what errors call it: the user's expression where that is known. ``form`` says how the ids are laid out:
+
+    - "keyed": a KeyedJaggedTensor;
+    - "fixed": a tensor with ``count`` ids per sample, of ``shape`` (-1 for the dimension that grows with the batch); ``extra``
+      may name a tensor of as many weights;
+    - "offsets": a 1-D tensor of ids; ``extra`` names its offsets, and then its weights if it is ``weighted``.
     """
 
     node: str
     label: str
     features: tuple[str, ...]
     weighted: bool
+    form: Form = "keyed"
+    count: int = 0
+    extra: tuple[str, ...] = ()
+    include_last_offset: bool = False
+    shape: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """All nodes that are read."""
+        return (self.node, *self.extra)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """One pooled lookup: the bags of ``feature``, taken from id source number ``source``, read from ``table``.
+    """One lookup: the bags of ``feature``, taken from id source number ``source``, read from ``table``.
 
-    ``name`` is unique in the model. Its output is (B, ``dim``) of ``dtype``, columns ``[start, start + dim)`` of output
-    number ``output``.
+    ``name`` is unique in the model. Its output is (B, ``dim``) of ``dtype``, part of output number ``output``. Rows that are
+    not pooled lie side by side: n ids per sample in a table of width d make n * d columns. ``padding_idx`` and ``sparse``
+    (gradients) are those of ``torch.nn.functional.embedding``. ``grad`` is False for a lookup that the model makes under
+    ``torch.no_grad()``. ``max_norm`` and ``norm_type`` are torch's: rows that are read are scaled down in the table first.
     """
 
     name: str
@@ -60,19 +80,39 @@ class Lookup:
     dim: int
     dtype: torch.dtype
     output: int
+    padding_idx: int | None = None
+    sparse: bool = False
+    grad: bool = True
+    max_norm: float | None = None
+    norm_type: float = 2.0
+
+
+@dataclass(frozen=True)
+class RaggedInput:
+    """An input of the model in offsets form: a 1-D tensor whose length is no batch size, and what cuts it into samples.
+
+    Each place is a path into the inputs: the name of an argument, then keys, indices or attribute names.
+    """
+
+    values: tuple[object, ...]
+    offsets: tuple[object, ...]
+    weights: tuple[object, ...] | None
+    include_last_offset: bool
 
 
 @dataclass(frozen=True)
 class LookupOutput:
     """A graph node that yields pooled columns, and the lookups whose columns it holds, in its own order.
 
-    ``keys`` are the names under which the node offers the columns; ``location`` is the user's file:line.
+    ``keys`` are the names under which the node offers the columns; ``location`` is the user's file:line. ``shape`` is that of
+    a plain tensor output, -1 in the place of the dimension that grows with the batch; None for a KeyedTensor.
     """
 
     node: str
     keys: tuple[str, ...]
     lookups: tuple[str, ...]
     location: str | None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +123,19 @@ class LookupSet:
     sources: tuple[IdSource, ...]
     lookups: tuple[Lookup, ...]
     outputs: tuple[LookupOutput, ...]
+
+    def __add__(self, other: LookupSet) -> LookupSet:
+        """Both sets in one; their names must not clash."""
+        moved = (
+            replace(lookup, source=lookup.source + len(self.sources), output=lookup.output + len(self.outputs))
+            for lookup in other.lookups
+        )
+        return LookupSet(
+            self.tables + other.tables,
+            self.sources + other.sources,
+            (*self.lookups, *moved),
+            self.outputs + other.outputs,
+        )
 
     @cached_property
     def table(self) -> dict[str, Table]:

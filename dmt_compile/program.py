@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .adapters import torchrec as torchrec_adapter
+from .analysis import Analysis, ExampleInputs, analyse
 from .capture import Captured, capture
 from .errors import PlanError
 from .graphs import clone_sharing_tensors
@@ -37,17 +37,22 @@ def towerize(
     *,
     towers: int | Sequence[Sequence[str]] | TowerPlan | None = None,
     partition: str = "balanced",
+    example_inputs: ExampleInputs | None = None,
 ) -> TowerProgram:
     """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
 
     The model is not changed and none of its tensors is copied; it may live on the meta device.
 
     Args:
-        model: an ``nn.Module`` that reads its tables through TorchRec ``EmbeddingBagCollection`` modules.
+        model: an ``nn.Module`` that reads its tables through TorchRec ``EmbeddingBagCollection`` modules, ``nn.Embedding``,
+            ``nn.EmbeddingBag`` or their functional forms.
         topology: hosts and ranks per host.
         towers: None for one tower per host; a number; one list of feature names per tower; or a :class:`TowerPlan`.
         partition: how tables are spread where ``towers`` leaves it open: "balanced" evens out lookup cost and memory, "strided"
             deals them in turn (the paper's naive assignment).
+        example_inputs: one batch as ``forward`` takes it, a tuple of positional or a dict of keyword arguments. Needed to spread
+            plain PyTorch embeddings, whose ids are tensors of any shape; only shapes are read, from one forward in evaluation
+            mode on a clone.
 
     Raises:
         CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.
@@ -58,15 +63,15 @@ def towerize(
     if not isinstance(topology, Topology):
         raise PlanError(f"topology must be a dmt_compile.Topology, got {type(topology).__name__}")
     captured = capture(model)
-    lookups = torchrec_adapter.find_lookups(captured.flat)
-    plan = make_plan(lookups, topology, towers, partition)
-    return TowerProgram(captured, lookups, plan)
+    analysis = analyse(captured.flat, captured.root, example_inputs)
+    plan = make_plan(analysis.lookups, topology, towers, partition)
+    return TowerProgram(captured, analysis, plan)
 
 
 @dataclass(frozen=True)
 class _Compilation:
     captured: Captured
-    lookups: LookupSet
+    analysis: Analysis
     plan: TowerPlan
     stages: Mapping[str, Stage]
 
@@ -84,7 +89,7 @@ class TowerProgram(nn.Module):
     ``state_dict()`` are the flat model's own, by the same names.
     """
 
-    def __init__(self, captured: Captured, lookups: LookupSet, plan: TowerPlan) -> None:
+    def __init__(self, captured: Captured, analysis: Analysis, plan: TowerPlan) -> None:
         super().__init__()
         root = captured.root
         # The containers are shared with the clone that the graphs run over, so .to(), .train() and load_state_dict reach it.
@@ -93,7 +98,7 @@ class TowerProgram(nn.Module):
         self.__dict__["_modules"] = root._modules
         self.__dict__["_non_persistent_buffers_set"] = root._non_persistent_buffers_set
         self.training = root.training
-        self._dmt = _Compilation(captured, lookups, plan, _run_passes(captured, lookups, plan, root))
+        self._dmt = _Compilation(captured, analysis, plan, _run_passes(captured, analysis.lookups, plan, root))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.stages["towers"].graph_module(*args, **kwargs)
@@ -109,7 +114,7 @@ class TowerProgram(nn.Module):
         import copy
 
         root = copy.deepcopy(self._dmt.captured.root, memo)
-        return TowerProgram(_recaptured(self._dmt.captured, root), self.lookups, self.plan)
+        return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analysis, self.plan)
 
     @property
     def plan(self) -> TowerPlan:
@@ -123,7 +128,12 @@ class TowerProgram(nn.Module):
     @property
     def lookups(self) -> LookupSet:
         """The embedding lookups that were found in the model."""
-        return self._dmt.lookups
+        return self._dmt.analysis.lookups
+
+    @property
+    def replicated(self) -> Mapping[str, str]:
+        """Embedding tables that stay on every rank as dense parameters, with the reason."""
+        return self._dmt.analysis.replicated
 
     @property
     def stages(self) -> Mapping[str, Stage]:
@@ -153,13 +163,14 @@ class TowerProgram(nn.Module):
         Raises:
             InputError: the inputs cannot be dealt over the ranks, or the model has no values (meta device).
         """
+        from .verify.deal import deal
         from .verify.equivalence import Verifier, default_optimizer
 
         def recompile(lookups: LookupSet, root: nn.Module) -> Mapping[str, Stage]:
             captured = _recaptured(self._dmt.captured, root)
             return _run_passes(captured, lookups, self.plan, root)
 
-        verifier = Verifier(self.stages, recompile, args, kwargs, seed)
+        verifier = Verifier(self.stages, recompile, deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout), seed)
         return verifier.certify(steps, optimizer or default_optimizer)
 
     def simulate(self, *args: Any, stage: str = "lowered", **kwargs: Any) -> list[Any]:
@@ -176,7 +187,7 @@ class TowerProgram(nn.Module):
 
         if stage not in self.stages:
             raise PlanError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
-        inputs = deal(args, kwargs, self.topology.world_size)
+        inputs = deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout)
         roots = [clone_sharing_tensors(self._dmt.captured.root, copy_buffers=True) for _ in inputs]
         return simulate(self.stages[stage], inputs, roots)
 

@@ -27,7 +27,7 @@ from .base import Draft, GraphPass
 def ids_do_not_depend_on_lookups(stage: Stage) -> None:
     """All ids must be known before the first lookup: one exchange of ids serves them all."""
     calls = {output.node for output in stage.lookups.outputs}
-    sources = {source.node for source in stage.lookups.sources}
+    sources = {name for source in stage.lookups.sources for name in source.nodes}
     from_lookup: set[fx.Node] = set()
     for node in stage.graph.nodes:
         depends = any(used in from_lookup for used in node.all_input_nodes)
@@ -59,16 +59,17 @@ class SplitTowers(GraphPass):
         lookups, plan = draft.stage.lookups, draft.stage.plan
         nodes = {node.name: node for node in draft.graph.nodes}
         calls = [nodes[output.node] for output in lookups.outputs]
-        sources = [nodes[source.node] for source in lookups.sources]
+        sources = [[nodes[name] for name in source.nodes] for source in lookups.sources]
         first = calls[0]
-        _move_before(draft.graph, first, sources)
+        _move_before(draft.graph, first, [node for group in sources for node in group])
 
         entries = list(dict.fromkeys((lookup.source, lookup.feature) for lookup in lookups.lookups))
         entry_of = {entry: index for index, entry in enumerate(entries)}
         weighted = sorted({entry_of[x.source, x.feature] for x in lookups.lookups if x.weighted})
         with draft.placing(before=first, like=first, step="lookup"):
             ids = [
-                draft.call(f"ids_{i}", ReadIds(s), node) for i, (s, node) in enumerate(zip(lookups.sources, sources, strict=True))
+                draft.call(f"ids_{i}", ReadIds(s), *group)
+                for i, (s, group) in enumerate(zip(lookups.sources, sources, strict=True))
             ]
             bags = draft.call("bags", LocalBags(SelectIds(entries, weighted, (), lookups.sources)), *ids)
             towers = []
@@ -85,7 +86,11 @@ class SplitTowers(GraphPass):
                 made = draft.call(f"output_{index}", MakeOutput(output, lookups), part)
             call.replace_all_uses_with(made)
         for call in reversed(calls):
+            weights = [used for used in call.all_input_nodes if used.op == "get_attr"]
             draft.erase(call)
+            for weight in weights:
+                if not weight.users:
+                    draft.erase(weight)
 
 
 def _move_before(graph: fx.Graph, anchor: fx.Node, sources: list[fx.Node]) -> None:

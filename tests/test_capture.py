@@ -272,7 +272,7 @@ def test_table_used_as_a_weight_elsewhere(kind: type[Net], text: str) -> None:
     "model, reason",
     [
         (nn.Linear(2, 2), "no embedding lookup was found"),
-        (nn.EmbeddingBag(4, 2), "no embedding lookup was found"),
+        (nn.EmbeddingBag(4, 2), "pass example_inputs"),
         ("DLRM", "towerize takes an nn.Module, got str"),
         (nn.DataParallel(nn.Linear(1, 1)), "already wrapped in DataParallel: pass the module inside it"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,43 @@ def needs(argument):
 
 def nothing():
     return None
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.item = nn.Embedding(10, 4)
+        self.position = nn.Embedding(5, 4)
+        self.top = Top()
+
+    def forward(self, items, scale):
+        rows = self.item(items) + self.position(torch.arange(items.shape[1]))
+        return self.top(rows.sum(1) * scale)
+
+
+class Top(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum() > 0 else self.linear(-x)
+
+
+def with_inputs():
+    return Plain(), (torch.zeros(3, 5, dtype=torch.long), torch.ones(3, 1))
+
+
+def plain():
+    return Plain()
+
+
+def three():
+    return Plain(), torch.zeros(3), 1
+
+
+def wrong_inputs():
+    return Plain(), torch.zeros(3)
 
 
 class Holder:
@@ -158,6 +196,20 @@ def test_a_file_that_is_called_like_a_module(tmp_path: Path, capsys: pytest.Capt
     assert sys.modules["json"] is json
 
 
+def test_a_model_with_example_inputs(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:with_inputs", *RANKS, "--width", "80"]) == 0
+    out, _ = capsys.readouterr()
+    lines = [line.rstrip() for line in out.split("\n")]
+    text = " ".join(out.split())
+    # The lookup with its style and line, the replicated table and the leaf with their reasons.
+    assert re.search(r"item +1 +20 +5 ids: rows +.*user_model\.py:\d+", out)
+    assert "position.weight, 80 B" in lines[lines.index("Replicated: 1 table on every rank, as dense parameters") + 2]
+    assert "80 B on each of 6 ranks; at most 80 B of gradients all-reduced in every step" in text
+    assert "its ids are of shape (5,) for any number of samples" in text
+    assert "Kept whole: 1 submodule that could not be traced top" in text
+    assert max(len(line) for line in lines) <= 80
+
+
 # Bad input
 
 
@@ -184,6 +236,9 @@ def test_a_factory_that_raises(file: str, capsys: pytest.CaptureFixture[str]) ->
 def test_a_factory_that_cannot_be_called(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     err = refused(capsys, f"{file}:needs", *RANKS)
     assert "Traceback" not in err and "missing 1 required positional argument: 'argument'" in err
+    assert "returned a tuple (Plain, Tensor, int), (model, example_inputs) is needed" in refused(capsys, f"{file}:three", *RANKS)
+    assert "pass example_inputs=" in refused(capsys, f"{file}:plain", *RANKS)
+    assert "example_inputs must be a tuple" in refused(capsys, f"{file}:wrong_inputs", *RANKS)
     assert "returned NoneType, a torch.nn.Module is needed" in refused(capsys, f"{file}:nothing", *RANKS)
     assert "neither a model nor a function that makes one, but int" in refused(capsys, f"{file}:number", *RANKS)
 

@@ -19,7 +19,6 @@ from dmt_compile import Topology, TowerProgram, towerize
 from dmt_compile.adapters.torchrec import accept_empty_batches
 from dmt_compile.runtime.pooled import RankLookups
 from dmt_compile.topology import valid_tower_counts
-from dmt_compile.verify import equivalence
 from dmt_compile.verify.compare import bits_differ, furthest, furthest_change
 
 SETTINGS = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -122,7 +121,7 @@ def test_every_stage_gives_each_rank_the_flat_model_on_its_samples(case: tuple[M
 def dealt_as(inputs: Sequence[tuple[Any, ...]]) -> Iterator[None]:
     """Give every rank these inputs instead of equal parts of one batch."""
     parts = [(tuple(given), {}) for given in inputs]
-    with mock.patch.object(equivalence, "deal", lambda *_: parts):
+    with mock.patch("dmt_compile.verify.deal.deal", lambda *_: parts):
         yield
 
 

@@ -1,4 +1,4 @@
-"""The short example, started as a user starts it."""
+"""The short examples, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def _run(*command: str) -> str:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_plain_models() -> None:
+    output = _run(str(ROOT / "examples" / "plain_models.py"))
+    for name, numbers in (("WideAndDeep", "12 +12 +0"), ("FactorisationMachine", "2 +2 +0"), ("NextItem", "4 +3 +1")):
+        assert re.search(rf"^{name} .* {numbers} +yes *$", output, re.MULTILINE), output
+    assert "NextItem.position.weight: plain_models.py:" in output
+    assert all(len(line) <= 80 for line in output.split("\n"))
 
 
 def _losses(output: str) -> list[float]:

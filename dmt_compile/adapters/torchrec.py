@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from .. import versions
 from ..errors import CaptureError, InputError, at, source_location
+from ..graphs import source_text
 from ..jagged import permute_blocks
 from ..lookups import IdSource, Lookup, LookupOutput, LookupSet, Pooling, Table
 
@@ -59,21 +58,13 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def find_lookups(flat: fx.GraphModule) -> LookupSet:
+def find_collections(flat: fx.GraphModule) -> LookupSet:
     """Every ``EmbeddingBagCollection`` call of a captured graph, as tables, id sources and lookups.
 
     Raises:
-        CaptureError: the graph calls none, or a table is also used outside its collection.
-        DependencyError: it calls none, and torchrec is missing or does not load.
+        CaptureError: a table is also used outside its collection.
     """
     calls = [n for n in flat.graph.nodes if n.op == "call_module" and is_collection(flat.get_submodule(str(n.target)))]
-    if not calls:
-        # Whoever has no working torchrec should hear that first: the model may hold stand-ins for its modules.
-        versions.require_torchrec()
-        raise CaptureError(
-            "no embedding lookup was found: the graph of the model calls no torchrec EmbeddingBagCollection, so there is nothing "
-            "to spread over towers"
-        )
     builder = _Builder(flat, calls)
     for call in calls:
         builder.add(call)
@@ -163,22 +154,10 @@ class _Builder:
 
     def build(self) -> LookupSet:
         sources = tuple(
-            IdSource(node.name, _label(node), tuple(features), weighted) for node, (_, features, weighted) in self.sources.items()
+            IdSource(node.name, source_text(node), tuple(features), weighted)
+            for node, (_, features, weighted) in self.sources.items()
         )
         return LookupSet(tuple(self.tables), sources, tuple(self.lookups), tuple(self.outputs))
-
-
-def _label(node: fx.Node) -> str:
-    """How a user would write the value of a node, where it comes straight from an argument; the node's name otherwise."""
-    if node.op == "placeholder":
-        return str(node.target)
-    inner = node.args[0] if node.args else None
-    if isinstance(inner, fx.Node) and node.op == "call_function":
-        if node.target is getattr:
-            return f"{_label(inner)}.{node.args[1]}"
-        if node.target is operator.getitem:
-            return f"{_label(inner)}[{node.args[1]!r}]"
-    return node.name
 
 
 def _pooling(pooling: Any) -> Pooling:

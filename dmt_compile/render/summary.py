@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..exchange import IdExchange
+from ..lookups import LookupOutput, LookupSet
 from ..runtime.pooled import ExchangeRows
 from .facts import EXCHANGE_NAMES, ids_facts, traffic_by_rank
 from .text import WIDTH, to_text
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _MOST_TOWERS = 8
 _MOST_LOOKUPS = 6
-_MOST_LEAVES = 4
+_MOST_REASONS = 4
 _REASON = 200
 _NAMES = 21
 
@@ -53,13 +54,11 @@ def _parts(program: TowerProgram) -> Iterator[RenderableType]:
     yield from _balance(program)
     yield _title("Lookups found")
     yield from _lookups(program)
+    if program.replicated:
+        yield from _replicated(program)
     if program.leaves:
         yield _title(f"Kept whole: {counted(len(program.leaves), 'submodule')} that could not be traced")
-        for path, reason in list(program.leaves.items())[:_MOST_LEAVES]:
-            yield _line(f"  {path}")
-            yield Padding(_line(cut(short_places(reason), _REASON)), (0, 0, 0, 4))
-        if len(program.leaves) > _MOST_LEAVES:
-            yield _line(f"  ... and {len(program.leaves) - _MOST_LEAVES:,} more (program.leaves)")
+        yield from _reasons({path: ("", reason) for path, reason in program.leaves.items()}, "program.leaves")
     yield _title("Bytes that a rank sends forward for one sample on every rank")
     yield _traffic(program)
     yield from _ids(program)
@@ -116,23 +115,63 @@ def _ratio(values: Sequence[int]) -> str:
     return f"{max(values) / mean:.2f}" if mean else "-"
 
 
+def _replicated(program: TowerProgram) -> Iterator[RenderableType]:
+    """Tables that are no lookups for the exchanges: why, and what that costs."""
+    root = program.stages["flat"].root
+    tables = {name: root.get_parameter(name) for name in program.replicated}
+    held = {name: table.numel() * table.element_size() for name, table in tables.items()}
+    trained = sum(held[name] for name, table in tables.items() if table.requires_grad)
+    yield _title(f"Replicated: {counted(len(tables), 'table')} on every rank, as dense parameters")
+    cost = f"at most {size(trained)} of gradients all-reduced in every step" if trained else "frozen, so no gradients"
+    yield _line(f"  {size(sum(held.values()))} on each of {counted(program.topology.world_size, 'rank')}; {cost}")
+    yield from _reasons({name: (size(held[name]), reason) for name, reason in program.replicated.items()}, "program.replicated")
+
+
+def _reasons(entries: Mapping[str, tuple[str, str]], everything: str) -> Iterator[RenderableType]:
+    """Names, each with a remark and a reason."""
+    for name, (remark, reason) in list(entries.items())[:_MOST_REASONS]:
+        yield _line(f"  {name}{', ' if remark else ''}{remark}")
+        yield Padding(_line(cut(short_places(reason), _REASON)), (0, 0, 0, 4))
+    if len(entries) > _MOST_REASONS:
+        yield _line(f"  ... and {len(entries) - _MOST_REASONS:,} more ({everything})")
+
+
 def _lookups(program: TowerProgram) -> Iterator[RenderableType]:
+    """One row for all that are written in the same way in the same line."""
     lookups = program.lookups
+    groups: dict[tuple[object, str], list[LookupOutput]] = {}
+    for output in lookups.outputs:
+        style = _style(lookups, output)
+        key = output.location if output.location and not style.startswith("keyed") else output.node
+        groups.setdefault((key, style), []).append(output)
     rows = []
-    for output in lookups.outputs[:_MOST_LOOKUPS]:
-        served = [lookups.lookup[name] for name in output.lookups]
+    for (_, style), outputs in list(groups.items())[:_MOST_LOOKUPS]:
+        served = [lookups.lookup[name] for output in outputs for name in output.lookups]
+        names = [output.node for output in outputs] if style.startswith("keyed") else [x.name for x in served]
         number = f"{len(served):,}{' weighted' if any(x.weighted for x in served) else ''}"
-        rows.append((plain(output.node), number, f"{sum(x.dim for x in served):,}", place(output.location)))
-    titles = ("node", "lookups", "columns", "in your code")
-    table = _table(*titles, left=(0, 3))
-    others = list(zip(titles, *rows, strict=True))[1:]
-    room = WIDTH - 8 - sum(max(map(len, cells)) for cells in others)
-    for node, *cells in rows:
+        rows.append((names, number, f"{sum(x.dim for x in served):,}", style, place(outputs[0].location)))
+    titles = ("lookup", "number", "columns", "ids: result", "in your code")
+    table = _table(*titles, left=(0, 3, 4))
+    others = list(zip(titles, *((None, *cells) for _, *cells in rows), strict=True))[1:]
+    room = WIDTH - 10 - sum(max(len(str(cell)) for cell in cells) for cells in others)
+    for names, *cells in rows:
+        node = listed(names, room) if len(names) > 1 else plain(names[0])
         # The end of a long name says more than its beginning.
         table.add_row(Text(node if len(node) <= room else f"...{node[3 - room :]}"), *map(Text, cells))
     yield _inset(table)
-    if len(lookups.outputs) > _MOST_LOOKUPS:
-        yield _line(f"  ... and {len(lookups.outputs) - _MOST_LOOKUPS:,} more (program.lookups.outputs)")
+    if len(groups) > _MOST_LOOKUPS:
+        left = sum(len(outputs) for outputs in list(groups.values())[_MOST_LOOKUPS:])
+        yield _line(f"  ... and {left:,} more (program.lookups.outputs)")
+
+
+def _style(lookups: LookupSet, output: LookupOutput) -> str:
+    """How the ids of an output are given, and what becomes of them: "keyed: sum", "5 ids: rows", "offsets: mean"."""
+    served = [lookups.lookup[name] for name in output.lookups]
+    source = lookups.sources[served[0].source]
+    result = "/".join(dict.fromkeys(x.pooling for x in served))
+    if source.form == "fixed":
+        return f"{counted(source.count, 'id')}: {'row' if result == 'rows' and source.count == 1 else result}"
+    return f"{source.form}: {result}"
 
 
 def _traffic(program: TowerProgram) -> RenderableType:

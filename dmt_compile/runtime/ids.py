@@ -6,11 +6,12 @@ Jagged ids are feature-major throughout: ``lengths[f, b]`` ids of feature f for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..adapters import plain as plain_adapter
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import DistributedError, InputError
 from ..exchange import IdExchange, split_traffic
@@ -70,14 +71,16 @@ class IdSizes(NamedTuple):
 
 
 class ReadIds(nn.Module):
-    """Read one id source of the flat model as jagged ids; see :func:`torchrec_adapter.read_ids` for what is refused."""
+    """Read one id source of the flat model as jagged ids; see the two ``read_ids`` of the adapters for what is refused."""
 
     def __init__(self, source: IdSource) -> None:
         super().__init__()
         self.source = source
 
-    def forward(self, batch: object) -> JaggedIds:
-        return JaggedIds(*torchrec_adapter.read_ids(batch, self.source))
+    def forward(self, batch: Any, *extra: torch.Tensor) -> JaggedIds:
+        if self.source.form == "keyed":
+            return JaggedIds(*torchrec_adapter.read_ids(batch, self.source))
+        return JaggedIds(*plain_adapter.read_ids(batch, extra, self.source))
 
 
 class SelectIds(nn.Module):

@@ -28,13 +28,24 @@ class _PooledReader:
 
 
 def _pool(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
+    if not lookup.grad:
+        weight = weight.detach()
+    if lookup.pooling == "rows":
+        rows = nn.functional.embedding(
+            bag.values, weight, lookup.padding_idx, lookup.max_norm, lookup.norm_type, sparse=lookup.sparse
+        )
+        return rows.view(bag.offsets.numel() - 1, lookup.dim).to(lookup.dtype)
     pooled = nn.functional.embedding_bag(
         bag.values,
         weight,
         bag.offsets,
+        max_norm=lookup.max_norm,
+        norm_type=lookup.norm_type,
         mode=lookup.pooling,
+        sparse=lookup.sparse,
         include_last_offset=True,
         per_sample_weights=bag.weights if lookup.weighted else None,
+        padding_idx=lookup.padding_idx,
     )
     return pooled.to(lookup.dtype)
 
@@ -277,4 +288,6 @@ class MakeOutput(nn.Module):
         self._dims = [lookups.lookup[name].dim for name in output.lookups]
 
     def forward(self, columns: torch.Tensor) -> object:
+        if self.output.shape is not None:
+            return columns.reshape(self.output.shape)
         return torchrec_adapter.make_output(self.output.keys, self._dims, columns)

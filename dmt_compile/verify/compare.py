@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,8 +60,11 @@ def tolerance(dtype: torch.dtype, sums: int = 1) -> float:
 def furthest(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> tuple[float, str]:
     """The largest difference of any pair, relative to the expected tensor's largest magnitude and to the tolerance of its type.
 
-    A result of at most 1 is within tolerance. A missing tensor equals zeros.
+    A result of at most 1 is within tolerance. A missing tensor equals zeros. A gradient that is zero in exact arithmetic (a bias
+    before a softmax, what goes into the batch norm of two samples) is nothing but rounding of terms that cancel, so each may
+    also be off by 32 units in the last place of the largest gradient of all.
     """
+    floor = 32 * _common_scale(expected.values())
     ratios: dict[str, float] = {}
     for key in expected.keys() | found.keys():
         a, b = found.get(key), expected.get(key)
@@ -70,7 +73,7 @@ def furthest(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, to
         a = torch.zeros_like(b) if a is None and b is not None else a
         b = torch.zeros_like(a) if b is None and a is not None else b
         assert a is not None and b is not None
-        allowed = tolerance(a.dtype) * _largest(b.detach().double())
+        allowed = tolerance(a.dtype) * _largest(b.detach().double()) + (floor * torch.finfo(a.dtype).eps).to(b.device)
         ratios[key] = _ratio(a, b, allowed)
     return _worst(ratios)
 
@@ -81,14 +84,26 @@ def furthest_change(
     """As :func:`furthest`, for the changes of tensors since ``start``.
 
     An update is added to a value that may be far larger than it, so each may be off by four units in the last place of the
-    value on top of the tolerance for the update. That is too little to hide an update that is missing or scaled.
+    value on top of the tolerance for the update, and by 32 of the largest update of all. That is too little to hide an update
+    that is missing or scaled.
     """
+    floor = 32 * _common_scale(expected[key].detach().double() - was.detach().double() for key, was in start.items())
     ratios: dict[str, float] = {}
     for key, was in start.items():
         before, after = was.detach().double(), expected[key].detach().double()
-        rounding = 4 * torch.finfo(was.dtype).eps * torch.maximum(before.abs(), after.abs())
+        if not was.dtype.is_floating_point:
+            ratios[key] = 0.0 if torch.equal(found[key], expected[key]) else float("inf")
+            continue
+        units = 4 * torch.maximum(before.abs(), after.abs()) + floor.to(was.device)
+        rounding = torch.finfo(was.dtype).eps * units
         ratios[key] = _ratio(found[key], expected[key], tolerance(was.dtype) * _largest(after - before) + rounding)
     return _worst(ratios)
+
+
+def _common_scale(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """The largest finite magnitude in any of ``tensors``."""
+    sizes = [_largest(tensor.detach().double()).cpu() for tensor in tensors if tensor is not None]
+    return torch.stack(sizes).max() if sizes else torch.zeros((), dtype=torch.float64)
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:

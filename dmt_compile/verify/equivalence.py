@@ -13,15 +13,14 @@ from torch import nn
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import DmtError, InputError
 from ..graphs import clone_sharing_tensors, clone_with_parameters, copy_graph, extras_of, graph_module_over
-from ..lookups import LookupSet
+from ..lookups import Lookup, LookupSet
 from ..runtime.base import RankContext
-from ..runtime.ids import GlobalBags, LocalBags, MakeRequest, UnpackIds
+from ..runtime.ids import Bag, GlobalBags, LocalBags, MakeRequest, UnpackIds
 from ..runtime.pooled import RestoreColumns
 from ..stage import Stage
 from .certificate import Certificate, Check
 from .cluster import run_cluster
 from .compare import bits_differ, furthest, furthest_change, tensors_in, tolerance
-from .deal import deal
 from .layout import check_layout
 
 Inputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -57,7 +56,8 @@ class _Copies:
         return cls(dict(base.named_parameters()), roots)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        return {name: parameter.grad for name, parameter in self.parameters.items()}
+        grads = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: grad.to_dense() if grad is not None and grad.is_sparse else grad for name, grad in grads.items()}
 
     def clear(self) -> None:
         for parameter in self.parameters.values():
@@ -74,8 +74,7 @@ class Verifier:
         self,
         stages: Mapping[str, Stage],
         recompile: Recompile,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        inputs: Inputs,
         seed: int,
     ) -> None:
         self.stages = stages
@@ -84,7 +83,7 @@ class Verifier:
         self.plan = self.flat.plan
         self.world = self.plan.topology.world_size
         self.seed = seed
-        self.inputs = deal(args, kwargs, self.world)
+        self.inputs = inputs
         meta = next((name for name, tensor in _state(self.flat.root) if tensor.is_meta), None)
         if meta is not None:
             raise InputError(
@@ -149,7 +148,15 @@ class Verifier:
         for rank, (args, kwargs) in enumerate(self.inputs):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed + rank)
-                outputs.append(copies.roots[rank](*args, **kwargs))
+                try:
+                    outputs.append(copies.roots[rank](*args, **kwargs))
+                except Exception as error:
+                    if not isinstance(error, DmtError) and self._sizes()[rank] == 0:
+                        raise InputError(
+                            f"the flat model does not run on no samples, which is what rank {rank} gets of this batch "
+                            f"({type(error).__name__}: {error}): verify with at least {self.world} samples"
+                        ) from error
+                    raise
         return outputs
 
     def outputs(self, name: str, expected: Sequence[Any]) -> tuple[bool, str]:
@@ -230,7 +237,7 @@ class Verifier:
         wide = replace(
             lookups,
             tables=tuple(replace(table, dtype=torch.float64) for table in lookups.tables),
-            lookups=tuple(replace(lookup, dtype=torch.float64) for lookup in lookups.lookups),
+            lookups=tuple(replace(lookup, dtype=torch.float64, grad=True, max_norm=None) for lookup in lookups.lookups),
         )
         lowered = _with_whole_weights(_cut_at(self.recompile(wide, root)["lowered"], RestoreColumns))
         roots = [clone_sharing_tensors(root, copy_buffers=True) for _ in range(self.world)]
@@ -245,14 +252,7 @@ class Verifier:
             start = dict.fromkeys(range(len(lookups.outputs)), 0)
             for lookup in lookups.lookups:
                 bag = bags[rank][place[lookup.source, lookup.feature]]
-                pooled = nn.functional.embedding_bag(
-                    bag.values.long(),
-                    reference[lookup.table],
-                    bag.offsets.long(),
-                    mode=lookup.pooling,
-                    include_last_offset=True,
-                    per_sample_weights=_whole(bag.weights) if lookup.weighted else None,
-                )
+                pooled = _plainly(lookup, reference[lookup.table], bag)
                 first = start[lookup.output]
                 column = columns[rank][lookup.output][:, first : first + lookup.dim]
                 start[lookup.output] += lookup.dim
@@ -261,7 +261,7 @@ class Verifier:
                     return False, f"pooled '{lookup.name}' on rank {rank}: {difference}"
                 cotangent = torch.randint(-4, 5, pooled.shape, generator=generator).double().to(pooled.device) * self.world
                 if lookup.pooling == "mean":
-                    lengths = bag.offsets.diff()
+                    lengths = _counted(bag, lookup.padding_idx)
                     cotangent = cotangent * (lengths * ((lengths & (lengths - 1)) == 0)).unsqueeze(1)
                 mine.append((column * cotangent).sum())
                 theirs.append((pooled * cotangent).sum())
@@ -274,11 +274,37 @@ class Verifier:
         return True, f"{len(weights)} tables"
 
 
+def _plainly(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
+    """A lookup in one call of torch.nn.functional, (B, dim)."""
+    values, offsets = bag.values.long(), bag.offsets.long()
+    if lookup.pooling == "rows":
+        return nn.functional.embedding(values, weight, lookup.padding_idx).reshape(len(offsets) - 1, lookup.dim)
+    return nn.functional.embedding_bag(
+        values,
+        weight,
+        offsets,
+        mode=lookup.pooling,
+        include_last_offset=True,
+        per_sample_weights=_whole(bag.weights) if bag.weights is not None and lookup.weighted else None,
+        padding_idx=lookup.padding_idx,
+    )
+
+
+def _counted(bag: Bag, padding_idx: int | None) -> torch.Tensor:
+    """How many ids of each bag a mean divides by."""
+    if padding_idx is None:
+        return bag.offsets.diff()
+    kept = nn.functional.pad((bag.values != padding_idx).long().cumsum(0), (1, 0))
+    return kept[bag.offsets.long()].diff()
+
+
 _EXCHANGING = ("classic", "sptt", "lowered")
 
 
 def _or_zeros(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
 def _state(root: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -94,9 +94,10 @@ class _Checker:
 
     # ids
 
-    def read_ids(self, module: ReadIds, batch: Any) -> Any:
-        read = self.node.all_input_nodes[0].name if self.node.all_input_nodes else None
-        self.expect(read == module.source.node, f"reads ids from '{read}', the model reads them from '{module.source.node}'")
+    def read_ids(self, module: ReadIds, *inputs: Any) -> Any:
+        read = tuple(arg.name for arg in self.node.args if isinstance(arg, fx.Node))
+        expected = module.source.nodes
+        self.expect(read == expected, f"reads ids from {', '.join(read)}, the model reads them from {', '.join(expected)}")
         return Ids("source", SelectIds((), (), (), ()), module.source)
 
     def request(self, module: MakeRequest, *sources: Any) -> Any:

@@ -1,0 +1,221 @@
+"""Batches and models with plain lookups that cannot be used: what is said, and by which error."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_models import BIG, CASES
+from torch import nn
+
+from dmt_compile import CaptureError, InputError, PlanError, Topology, TopologyError, TowerProgram, towerize
+from dmt_compile.errors import DmtError
+
+GRID = Topology(2, 2)
+
+
+def program(name: str) -> TowerProgram:
+    return towerize(CASES[name].build(), GRID, example_inputs=CASES[name].example())
+
+
+def refused(error: type[DmtError], pattern: str, name: str, *args: Any) -> None:
+    """The batch is refused by verify and by simulate alike."""
+    compiled = program(name)
+    for run in (compiled.verify, compiled.simulate):
+        with pytest.raises(error) as caught:
+            run(*args)
+        assert re.search(pattern, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.long)
+
+
+# Batches
+
+
+@pytest.mark.parametrize("bad", [-1, BIG, 2**40])
+@pytest.mark.parametrize("place", [0, 6])
+def test_an_id_outside_its_table(bad: int, place: int) -> None:
+    ids = ones(7)
+    ids[place] = bad
+    refused(InputError, f"feature 'y' has id {bad}, outside its table of {BIG} rows", "functional", ones(7), ids)
+
+
+def test_floats_as_ids() -> None:
+    refused(InputError, r"'x' must hold integer ids, got torch\.float32", "functional", torch.ones(7), ones(7))
+    refused(InputError, r"'x' must hold integer ids, got torch\.bool", "functional", ones(7).bool(), ones(7))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 3), (8,), (4, 2, 4), (4, 8)])
+def test_another_number_of_ids(shape: tuple[int, ...]) -> None:
+    """Also where the number of ids would fit other samples."""
+    message = r"'x' has ids of shape \(.*the model was compiled for 4 per sample \(shape \(B, 4\) for B samples\)"
+    refused(InputError, message, "sequence only", ones(*shape))
+
+
+def _offsets(place: int, change: Any) -> tuple[Any, ...]:
+    args = list(CASES["offsets"].batch(6)[0])
+    args[place] = change(args[place])
+    return tuple(args)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (
+            1,
+            lambda x: torch.tensor([0, 3, 1, 4, 4, 5]),
+            "offsets starts must start at 0, not decrease and end at the number of ids",
+        ),
+        (1, lambda x: x + 1, "offsets starts must start at 0"),
+        (1, lambda x: x * 100, "offsets starts must start at 0"),
+        (1, lambda x: x.float(), "offsets starts must be a 1-D tensor of int32 or int64"),
+        (1, lambda x: x.unsqueeze(0), "offsets starts must be a 1-D tensor"),
+        (4, lambda x: x + (x == x.max()) * 2, r"offsets bounds must start at 0.*in b"),
+        (4, lambda x: x[:-1], "offsets bounds must start at 0|disagree on the batch size"),
+        (2, lambda x: x[:-1], r"'a' has \d+ weights for \d+ ids"),
+    ],
+)
+def test_offsets_that_do_not_fit(place: int, change: Any, message: str) -> None:
+    refused(InputError, message, "offsets", *_offsets(place, change))
+
+
+def test_stacked_offsets_that_do_not_fit() -> None:
+    dense, offsets, ids = CASES["stacked offsets"].batch(6)[0]
+    wrong = offsets.clone()
+    wrong[1] += 1
+    refused(InputError, r"offsets offsets\[1\] must start at 0.*in ids\[1\]", "stacked offsets", dense, wrong, ids)
+
+
+def test_a_key_that_is_missing() -> None:
+    (batch,), _ = CASES["history"].batch(6)
+    without = {key: value for key, value in batch.items() if key != "history"}
+    refused(InputError, r"has no batch\['history'\], which the model reads; there are 'item', 'user'", "history", without)
+    # What the model does not read may be there.
+    assert program("history").verify({**batch, "label": torch.ones(6)}, steps=0).passed
+
+
+def test_inputs_of_different_sizes() -> None:
+    refused(InputError, r"disagree on the batch size.*\(6,\): 6.*\(7,\): 7", "functional", ones(6), ones(7))
+
+
+# Example inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "example", "message"),
+    [
+        ("one table", None, r"reads plain torch embeddings: pass example_inputs=\(\.\.\.\), one batch as forward takes it"),
+        ("one table", ones(3, 4), "must be a tuple of positional arguments or a dict of keyword arguments, got Tensor"),
+        ("one table", (ones(0, 4),), "must hold at least one sample"),
+        ("one table", (ones(3, 4), ones(3, 4)), "do not fit forward: .* takes no further positional argument"),
+        (
+            "history",
+            {"item": ones(3), "user": ones(3), "history": ones(3, 5)},
+            r"write \(batch,\) for a forward that takes one dict",
+        ),
+        ("functional", (ones(3),), "do not fit forward: missing argument 'y'"),
+        ("functional", (ones(3) * 99, ones(3)), r"does not run on example_inputs: IndexError: index out of range"),
+        ("functional", (torch.ones(3), ones(3)), "does not run on example_inputs: RuntimeError: Expected tensor for argument"),
+    ],
+)
+def test_example_inputs_that_cannot_be_used(name: str, example: Any, message: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        towerize(CASES[name].build(), GRID, example_inputs=example)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_example_inputs_without_a_batch() -> None:
+    with pytest.raises(InputError, match="hold no tensor with a batch dimension"):
+        towerize(CASES["one table"].build(), GRID, example_inputs=())
+    with pytest.raises(InputError, match=r"has no batch\['history'\]"):
+        towerize(CASES["history"].build(), GRID, example_inputs=({"item": ones(3), "user": ones(3)},))
+
+
+def test_example_inputs_change_nothing() -> None:
+    """Not even where reading a table writes to it."""
+    for name in ("renormed", "history"):
+        model = CASES[name].build()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        state = torch.get_rng_state()
+        towerize(model, GRID, example_inputs=CASES[name].example())
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_meta_device() -> None:
+    """Tables without values can be planned; ids may have values, and must where offsets cut them."""
+    for name in ("functional", "one table"):
+        example = tuple(x.to("meta") for x in CASES[name].example())
+        planned = towerize(CASES[name].build().to("meta"), GRID, example_inputs=example)
+        assert planned.plan == program(name).plan
+    model = CASES["offsets"].build().to("meta")
+    assert towerize(model, GRID, example_inputs=CASES["offsets"].example()).plan == program("offsets").plan
+    with pytest.raises(InputError, match="offsets starts are on the meta device"):
+        towerize(model, GRID, example_inputs=tuple(x.to("meta") for x in CASES["offsets"].example()))
+
+
+# Models
+
+
+class Integers(nn.Module):
+    """A table of int8, quantised by hand, beside one of floats."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(10).view(5, 2).to(torch.int8), requires_grad=False)
+        self.floats, self.top = (None if alone else nn.Embedding(5, 2)), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding(x, self.codes).float() * 0.1
+        return self.top(rows if self.floats is None else rows + self.floats(x))
+
+
+def test_a_table_of_integers() -> None:
+    compiled = towerize(Integers(alone=False), GRID, example_inputs=(ones(4),))
+    assert [table.name for table in compiled.lookups.tables] == ["floats"]
+    assert compiled.replicated["codes"].endswith("its table holds torch.int8")
+    certificate = compiled.verify(ones(7))
+    assert certificate.passed, str(certificate)
+    with pytest.raises(CaptureError, match=r"none of .* can be served by another rank:\n  codes: .*torch\.int8"):
+        towerize(Integers(alone=True), GRID, example_inputs=(ones(4),))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_modules_are_no_lookups() -> None:
+    model = nn.Sequential(torch.ao.nn.quantized.Embedding(20, 4))
+    with pytest.raises(CaptureError, match="no embedding lookup was found"):
+        towerize(model, GRID, example_inputs=(ones(4),))
+
+
+def test_without_a_lookup() -> None:
+    with pytest.raises(CaptureError, match="no embedding lookup was found"):
+        towerize(nn.Linear(2, 1), GRID, example_inputs=(torch.ones(4, 2),))
+
+
+def test_towers_that_do_not_fit() -> None:
+    case = CASES["functional"]
+    with pytest.raises(TopologyError, match="3 towers do not fit"):
+        towerize(case.build(), GRID, towers=3, example_inputs=case.example())
+    with pytest.raises(PlanError, match=r"names feature 'z', which the model does not look up; it has 'a', 'b@y', 'c', 'b@x'"):
+        towerize(case.build(), GRID, towers=[["x", "z"], []], example_inputs=case.example())
+    empty = towerize(case.build(), GRID, towers=[["x", "y"], []], example_inputs=case.example())
+    assert empty.plan.towers[1].features == ()
+    assert empty.verify(*case.batch(5)[0], steps=0).passed
+
+
+def test_one_reason_for_one_table() -> None:
+    """Every table that stays replicated says where and why."""
+    reasons = {name: reason.partition(": ")[2] for name, reason in program("refusing").replicated.items()}
+    assert reasons == {
+        "scaled.weight": "it uses scale_grad_by_freq, so its gradient depends on which samples are on one rank",
+        "position.weight": "its ids are of shape (3,) for any number of samples",
+        "second.weight": "its ids or weights are computed from another lookup",
+        "tied.weight": "it is also used as a weight here",
+    }
+    for reason in program("refusing").replicated.values():
+        assert re.match(r".*plain_models\.py:\d+: ", reason)
