@@ -141,7 +141,12 @@ def _check_model(model: object) -> None:
             f"the model is already wrapped in {type(model).__name__}: pass the module inside it (model.module); "
             "program.distribute() synchronises the dense gradients itself"
         )
-    torchrec_adapter.refuse_sharded(model)
+    torchrec_adapter.check_model(model)
+    if torchrec_adapter.has_hooks(model) or type(model).__call__ is not nn.Module.__call__:
+        raise CaptureError(
+            f"{type(model).__name__} has hooks or a __call__ of its own, which the compiled program would not run: "
+            "remove them and put them on the program, or move the model into a module around it"
+        )
     if EXTRAS in model._modules:
         raise CaptureError(f"the model has a submodule called '{EXTRAS}', a name that the compiled program uses: rename it")
 

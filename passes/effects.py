@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import torch
 from torch import fx, nn
 
 from dmt_compile.graphs import EXTRAS
@@ -55,7 +56,10 @@ _DRAWING = (
     nn.TransformerDecoder,
     nn.TransformerDecoderLayer,
 )
-_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "gumbel")
+# Attention draws when it is given a dropout probability.
+_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "gumbel", "attention")
+# Functions that keep running statistics in tensors they are given.
+_KEEPING = ("batch_norm", "instance_norm")
 
 
 def effect_of(draft: Draft, node: fx.Node) -> str:
@@ -73,7 +77,7 @@ def effect_of(draft: Draft, node: fx.Node) -> str:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if node.op == "call_function" and not _is_library(node.target):
         return "writes"
-    if _inplace(node) or node.kwargs.get("out") is not None or _writes(name):
+    if _inplace(node) or node.kwargs.get("out") is not None or _writes(name) or _mutable(node.target):
         return "writes"
     return "draws" if any(word in name for word in _RANDOM) else ""
 
@@ -115,8 +119,19 @@ def _inplace(node: fx.Node) -> bool:
     return given.arguments.get("inplace") is True
 
 
+def _mutable(target: object) -> bool:
+    """Whether an operator's schema says that it writes to an argument."""
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+    return False
+
+
 def _writes(name: str) -> bool:
-    """By torch's naming: ``add_``; by the operator module's: ``iadd``, ``setitem``."""
+    """By torch's naming: ``add_``; by the operator module's: ``iadd``, ``setitem``; and by the functions that keep statistics."""
+    if any(word in name for word in _KEEPING):
+        return True
     if name.endswith("_") and not name.endswith("__"):
         return True
     return name in ("setitem", "delitem") or (name.startswith("i") and name[1:] in _INPLACE)

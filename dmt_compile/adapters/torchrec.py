@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,9 @@ def _loaded(module: str, name: str) -> type | None:
 def is_collection(module: nn.Module) -> bool:
     """Whether ``module`` is a TorchRec ``EmbeddingBagCollection`` with the forward that TorchRec ships."""
     cls = _loaded("torchrec.modules.embedding_modules", "EmbeddingBagCollection")
-    return cls is not None and isinstance(module, cls) and type(module).forward is cls.forward  # type: ignore[attr-defined]
+    if cls is None or not isinstance(module, cls) or "forward" in module.__dict__:
+        return False
+    return bool(type(module).forward is cls.forward)  # type: ignore[attr-defined]
 
 
 def must_stay_whole(module: nn.Module) -> bool:
@@ -41,21 +43,54 @@ def holds_collection(module: nn.Module) -> bool:
     return any(is_collection(child) for child in module.modules())
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise for models that TorchRec has already distributed.
+def check_model(model: nn.Module) -> None:
+    """Raise for models whose lookups would not run as their modules say.
 
     Raises:
-        CaptureError: a ``DistributedModelParallel`` or a sharded embedding module is inside.
+        CaptureError: a ``DistributedModelParallel`` or a sharded embedding module is inside, or a collection whose forward,
+            hooks or tables were changed after it was made.
     """
-    if not any(name.startswith("torchrec.distributed") for name in sys.modules):
-        return
+    collection = _loaded("torchrec.modules.embedding_modules", "EmbeddingBagCollection")
     for name, module in model.named_modules():
         kind = type(module)
+        if collection is not None and isinstance(module, collection):
+            _check_collection(name, module)
         if kind.__module__.startswith("torchrec.distributed"):
             raise CaptureError(
                 f"'{name or 'the model'}' is a {kind.__name__}, already sharded by TorchRec: "
                 "towerize takes the model before DistributedModelParallel or shard() is applied"
             )
+
+
+def _check_collection(name: str, collection: Any) -> None:
+    """Towers read the tables themselves: what was hung on a collection or its bags would not run."""
+    if "forward" in collection.__dict__:
+        raise CaptureError(
+            f"the forward of the EmbeddingBagCollection '{name}' was replaced on the instance, which towers would not run: "
+            "put the change into a module of its own around it"
+        )
+    configs = {config.name: config for config in collection.embedding_bag_configs()}
+    for path, module in [
+        (name, collection),
+        *((f"{name}.embedding_bags.{key}", bag) for key, bag in collection.embedding_bags.items()),
+    ]:
+        if has_hooks(module):
+            raise CaptureError(f"'{path}' has hooks, which towers would not run: hang them on a module around the collection")
+    for key, bag in collection.embedding_bags.items():
+        if (type(bag) is not nn.EmbeddingBag and not nn.utils.parametrize.is_parametrized(bag)) or "forward" in bag.__dict__:
+            raise CaptureError(
+                f"table '{key}' of '{name}' is a {type(bag).__name__} with a forward of its own, which towers would not run"
+            )
+        if nn.utils.parametrize.is_parametrized(bag):
+            raise CaptureError(f"table '{key}' of '{name}' is parametrized: its weight is computed, so no rank can own its rows")
+        if key in configs and bag.mode != _pooling(configs[key].pooling):
+            raise CaptureError(f"table '{key}' of '{name}' pools by {bag.mode}, its configuration says {configs[key].pooling.name}")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs anything besides its forward."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in hooks)
 
 
 def find_collections(flat: fx.GraphModule) -> LookupSet:
@@ -85,6 +120,7 @@ class _Builder:
         self.outputs: list[LookupOutput] = []
         self.sources: dict[fx.Node, tuple[int, dict[str, None], bool]] = {}
         self.calls_of: dict[str, int] = {}
+        self.names: set[str] = set()
         table_names: dict[str, int] = {}
         lookup_names: dict[str, int] = {}
         for target in dict.fromkeys(str(call.target) for call in calls):
@@ -114,7 +150,7 @@ class _Builder:
             table = self._table(target, config.name, collection.embedding_bags[config.name])
             for feature in config.feature_names:
                 key = next(keys)
-                name = f"{call_name}:{key}" if key in self.repeated_lookups else key
+                name = self._unused(f"{call_name}:{key}" if key in self.repeated_lookups else key)
                 features.setdefault(feature)
                 self.lookups.append(
                     Lookup(
@@ -131,6 +167,15 @@ class _Builder:
                 )
                 names.append(name)
         self.outputs.append(LookupOutput(call.name, tuple(collection._embedding_names), tuple(names), source_location(call)))
+
+    def _unused(self, name: str) -> str:
+        """TorchRec lets two lookups of one collection have the same name."""
+        candidate, number = name, 1
+        while candidate in self.names:
+            number += 1
+            candidate = f"{name}#{number}"
+        self.names.add(candidate)
+        return candidate
 
     def _table(self, target: str, name: str, bag: nn.EmbeddingBag) -> Table:
         weight = bag.weight
@@ -207,6 +252,10 @@ def read_ids(batch: KeyedJaggedTensor, source: IdSource) -> tuple[list[str], tor
         raise InputError(
             f"'{source.label}' has {lengths.numel()} lengths, but {len(keys)} features x batch size {size} need {len(keys) * size}"
         )
+    if batch.values().dtype.is_floating_point or batch.values().dtype is torch.bool:
+        raise InputError(f"'{source.label}' must hold integer ids, got {batch.values().dtype}")
+    if bool((lengths < 0).any()):
+        raise InputError(f"'{source.label}' has negative lengths")
     weights = batch.weights_or_none()
     if source.weighted and weights is None:
         raise InputError(
@@ -229,13 +278,12 @@ def accept_empty_batches(root: nn.Module) -> None:
     """Let the collections in ``root`` take batches without samples, which TorchRec's own forward cannot index."""
     for module in root.modules():
         if is_collection(module):
-            module.forward = functools.partial(_forward, module)
+            module.forward = functools.partial(_forward, module, module.forward)
 
 
-def _forward(collection: Any, features: KeyedJaggedTensor) -> KeyedTensor:
+def _forward(collection: Any, forward: Callable[..., KeyedTensor], features: KeyedJaggedTensor) -> KeyedTensor:
     if not is_jagged(features) or features.variable_stride_per_key() or features.stride() > 0:
-        result: KeyedTensor = type(collection).forward(collection, features)
-        return result
+        return forward(features)
     ids = features.values()[:0]
     weights = features.weights()[:0] if collection.is_weighted() else None
     pooled = [

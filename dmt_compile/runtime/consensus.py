@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed import ProcessGroup
 
 from ..errors import DistributedError
@@ -55,9 +57,24 @@ def _describe(stage: Stage, options: Mapping[str, bool]) -> dict[str, Any]:
         "tables": {t.name: [t.rows, t.dim, str(t.dtype), weights[t.name].requires_grad] for t in stage.lookups.tables},
         "lookups": [[x.name, x.table, x.pooling, x.weighted] for x in stage.lookups.lookups],
         "dense parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in dense.items()},
-        "graph": [[n.op, n.name, _target(n.target)] for n in stage.graph.nodes],
+        "graph": [[n.op, n.name, _target(n.target), _constant(n.args), _constant(n.kwargs)] for n in stage.graph.nodes],
         "options": dict(options),
     }
+
+
+def _constant(value: Any) -> Any:
+    """An argument of a node, told apart from others by its text; objects without a stable text by their type."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, Mapping):
+        return {str(key): _constant(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_constant(item) for item in value]
+    if isinstance(value, slice):
+        return ["slice", *(_constant(end) for end in (value.start, value.stop, value.step))]
+    if isinstance(value, int | float | complex | str | bool | torch.dtype | torch.device | None):
+        return repr(value)
+    return type(value).__name__
 
 
 def _target(target: Any) -> str:

@@ -116,7 +116,8 @@ class SelectIds(nn.Module):
         row = weighted_row = 0
         for number, keys in enumerate(all_keys):
             for key in keys:
-                found.setdefault((number, key), (row, weighted_row))
+                # Of two features with one name TorchRec reads the last.
+                found[number, key] = (row, weighted_row)
                 row += 1
                 weighted_row += self.sources[number].weighted
         for number, feature in self.entries:
@@ -286,7 +287,9 @@ class MakeRequest(_IdStep):
         if weights is not None and weights.requires_grad:
             # The pooled rows' gradient is divided by the world size at the table; weights are not table parameters.
             weights = scale_gradient(weights, float(self.exchange.world_size), 1.0)
-        return IdRequest(request.values.to(self.exchange.id_dtype), request.lengths.to(torch.int32), weights)
+        # An id that the narrower type cannot hold must stay outside its table, for the owner to refuse it.
+        values = request.values.clamp(-1, torch.iinfo(self.exchange.id_dtype).max).to(self.exchange.id_dtype)
+        return IdRequest(values, request.lengths.to(torch.int32), weights)
 
 
 class CountIds(_IdStep):

@@ -85,6 +85,8 @@ class RankModule(nn.Module):
         try:
             return run(*args, **kwargs)
         except Exception as error:
+            if type(error).__module__ == "torch.utils.checkpoint":
+                raise  # Not a failure: how activation checkpointing ends a recomputation early.
             if context.progress is Progress.READING:
                 # The rank's own error says more than a failure to tell it to the others.
                 with suppress(Exception):
@@ -109,6 +111,34 @@ class RankModule(nn.Module):
         world = self.plan.topology.world_size
         marks = torch.full((3 * world,), FAILED, dtype=torch.long, device=self._context.device)
         WAIT(ALL_TO_ALL(marks, [3] * world, [3] * world, self._groups.world.group_name))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that the norm over the whole model, all ranks' tables included, is at most ``max_norm``.
+
+        A collective call; returns that norm. ``torch.nn.utils.clip_grad_norm_`` would see only this rank's tables, and scale the
+        dense gradients by another factor on every rank.
+        """
+        tables, dense = list(self.table_parameters()), list(self.dense_parameters())
+        own = [p.grad for p in tables if p.grad is not None]
+        shared = [p.grad for p in dense if p.grad is not None]
+        device = self._context.device
+        norms = torch.zeros(dist.get_world_size(self._group), dtype=torch.float32, device=device)
+        norms[self.rank] = nn.utils.get_total_norm(own, norm_type) if own else 0.0
+        dist.all_reduce(norms, group=self._group)
+        parts = [*norms.unbind(), nn.utils.get_total_norm(shared, norm_type).to(norms)] if shared else list(norms.unbind())
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+        nn.utils.clip_grads_with_norm_([*tables, *dense], max_norm, norm)
+        return norm
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``; takes the flat model's state dict as well as this rank's.
+
+        Raises:
+            DistributedError: ``assign`` is set: the gradient synchronisation holds on to the parameters that are there.
+        """
+        if assign:
+            raise DistributedError("a RankModule cannot take over the tensors of a state dict: load it with assign=False")
+        return super().load_state_dict(state_dict, strict=strict)
 
     def train(self, mode: bool = True) -> RankModule:
         super().train(mode)
@@ -151,11 +181,15 @@ class RankModule(nn.Module):
         tables = {table.parameter: table for table in self._lookups.tables}
         result: dict[str, Any] = {}
         ranks = dist.get_process_group_ranks(self._group)
+        # The tables may have been cast since the program was compiled.
+        gathered: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(gathered, {key: own[key].dtype for key in own if key in tables}, group=self._group)
         for key in self._flat_keys:
             if key in tables:
                 table = tables[key]
                 mine = owner[key] == self.rank
-                value = torch.empty(table.rows, table.dim, dtype=table.dtype, device=self._context.device)
+                dtype = gathered[owner[key]][key]
+                value = torch.empty(table.rows, table.dim, dtype=dtype, device=self._context.device)
                 if mine:
                     value.copy_(own[key].detach())
                 dist.broadcast(value, src=ranks[owner[key]], group=self._group)
@@ -298,7 +332,8 @@ def distribute(
 def _weight_dtype(stage: Stage) -> torch.dtype | None:
     """The type that per-sample weights must have, if all weighted lookups read tables of one type."""
     lookups = stage.lookups
-    found = {lookups.table[lookup.table].dtype for lookup in lookups.lookups if lookup.weighted}
+    read = {lookup.table for lookup in lookups.lookups if lookup.weighted}
+    found = {stage.root.get_parameter(lookups.table[name].parameter).dtype for name in read}
     return found.pop() if len(found) == 1 else None
 
 

@@ -192,9 +192,7 @@ class Verifier:
             worst, name = furthest(towers.gradients(), flat.gradients())
         allowed = max(steps, 1)
         trained = sum(gradient is not None for gradient in flat.gradients().values())
-        return worst <= allowed, f"{trained} parameters, {worst / allowed:.2g} of the tolerance" + (
-            f" ('{name}')" if name else ""
-        )
+        return worst <= allowed, f"{trained} parameters, {worst / allowed:.2g} of the tolerance" + (f" ('{name}')" if name else "")
 
     def _backward(self, outputs: Sequence[Any], divide: int) -> None:
         """Backward of the sum over ranks of <output, random cotangent>, divided."""

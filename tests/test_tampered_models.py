@@ -1,0 +1,122 @@
+"""Models whose lookups were changed after they were made, and batches that TorchRec reads in a way of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+
+from dmt_compile import CaptureError, InputError, Topology, towerize
+from dmt_compile.verify.deal import deal
+
+GRID = Topology(2, 2)
+
+
+def _own_forward(model: models.Net) -> None:
+    def doubled(self: Any, features: KeyedJaggedTensor) -> Any:
+        return type(self).forward(self, features)
+
+    model.ebc.forward = MethodType(doubled, model.ebc)
+
+
+def _hook_on_collection(model: models.Net) -> None:
+    model.ebc.register_forward_hook(lambda *_: None)
+
+
+def _hook_on_bag(model: models.Net) -> None:
+    next(iter(model.ebc.embedding_bags.values())).register_forward_pre_hook(lambda *_: None)
+
+
+def _hook_on_model(model: models.Net) -> None:
+    model.register_forward_hook(lambda *_: None)
+
+
+def _other_pooling(model: models.Net) -> None:
+    next(iter(model.ebc.embedding_bags.values())).mode = "max"
+
+
+class _Bag(nn.EmbeddingBag):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(*args, **kwargs) * 2
+
+
+def _other_bag(model: models.Net) -> None:
+    name, bag = next(iter(model.ebc.embedding_bags.items()))
+    model.ebc.embedding_bags[name] = _Bag(bag.num_embeddings, bag.embedding_dim, mode=bag.mode, include_last_offset=True)
+
+
+def _computed_table(model: models.Net) -> None:
+    nn.utils.parametrizations.weight_norm(next(iter(model.ebc.embedding_bags.values())))
+
+
+@pytest.mark.parametrize(
+    "tamper, reason",
+    [
+        (_own_forward, "forward of the EmbeddingBagCollection 'ebc' was replaced"),
+        (_hook_on_collection, "'ebc' has hooks"),
+        (_hook_on_bag, r"'ebc\.embedding_bags\..*' has hooks"),
+        (_hook_on_model, "Net has hooks"),
+        (_other_pooling, "pools by max"),
+        (_other_bag, "is a _Bag with a forward of its own"),
+        (_computed_table, "is parametrized"),
+    ],
+)
+def test_what_towers_would_not_run_is_refused(tamper: Callable[[models.Net], None], reason: str) -> None:
+    model = models.Net()
+    tamper(model)
+    with pytest.raises(CaptureError, match=reason):
+        towerize(model, GRID)
+
+
+def test_of_two_features_with_one_name_the_last_is_read() -> None:
+    model = models.PooledOnly(models.table("a", ["x"], 4), models.table("b", ["y"], 4))
+    program = towerize(model, GRID)
+    batch = KeyedJaggedTensor(
+        keys=["x", "y", "x"], values=torch.arange(12) % models.ROWS, lengths=torch.ones(12, dtype=torch.int32)
+    )
+    assert torch.equal(program(batch), model(batch))
+    for found, (args, _) in zip(program.simulate(batch), deal((batch,), {}, 4), strict=True):
+        assert torch.equal(found, model(*args))
+
+
+def test_lookups_whose_names_collide_are_told_apart() -> None:
+    model = models.PooledOnly(models.table("a", ["f"], 4), models.table("b", ["f"], 4), models.table("c", ["f@a"], 4))
+    program = towerize(model, GRID)
+    assert len({lookup.name for lookup in program.lookups.lookups}) == 3
+    assert program.verify(models.jagged(("f", "f@a"), 5)).passed
+
+
+@pytest.mark.parametrize(
+    "values, lengths, reason",
+    [
+        (torch.rand(4), [1, 1, 1, 1], "must hold integer ids"),
+        (torch.zeros(4, dtype=torch.long), [2, 2, 1, -1], "negative lengths"),
+    ],
+)
+def test_ids_that_are_none(values: torch.Tensor, lengths: list[int], reason: str) -> None:
+    program = towerize(models.PooledOnly(models.table("a", ["x"], 4)), Topology(1, 1))
+    batch = KeyedJaggedTensor(keys=["x"], values=values, lengths=torch.tensor(lengths))
+    with pytest.raises(InputError, match=reason):
+        program.stages["towers"].graph_module(batch)
+
+
+def test_ids_beyond_the_travelling_type_are_not_folded_into_the_table() -> None:
+    program = towerize(models.PooledOnly(models.table("a", ["x"], 4)), Topology(1, 1))
+    batch = KeyedJaggedTensor(keys=["x"], values=torch.tensor([2**32 + 1]), lengths=torch.tensor([1]))
+    with pytest.raises(InputError, match="has id 4294967297, outside its table"):
+        program.simulate(batch)
+
+
+def test_a_subclass_with_the_shipped_forward_is_a_lookup() -> None:
+    class Mine(EmbeddingBagCollection):
+        pass
+
+    model = models.Net()
+    model.ebc = Mine(tables=model.ebc.embedding_bag_configs())
+    assert towerize(model, GRID).verify(*models.inputs()).passed
