@@ -25,7 +25,8 @@ _DESCRIPTION = "From a flat recommender to a tower-partitioned program (Disaggre
 _EXAMPLE = """examples:
   dmt-compile explain model.py:make_model --hosts 2 --ranks-per-host 4
   dmt-compile explain model.py:make_model_and_batch --hosts 2 --ranks-per-host 4
-  dmt-compile explain my_package.models:DLRM_SMALL --hosts 2 --ranks-per-host 4 --towers 4 --stages sptt,lowered
+  dmt-compile explain my_package.models:SMALL --hosts 2 --ranks-per-host 4 \\
+      --towers 4 --stages sptt,lowered
   dmt-compile explain model.py:make_model --plan plan.json
 """
 
@@ -120,7 +121,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    """Compile a model for a number of hosts and ranks; print its towers, then what changed between two stages."""
+    """Compile a model for hosts and ranks; print its towers and what changed."""
     from .errors import DmtError
 
     try:
@@ -137,10 +138,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     console.print(program)
     console.print()
     console.print(diff)
+    if arguments.save_plan:
+        print(f"plan written to {arguments.save_plan}")
     return 0
 
 
 def _compile(arguments: argparse.Namespace) -> TowerProgram:
+    from .errors import PlanError
     from .plan import TowerPlan
     from .program import towerize
     from .topology import Topology
@@ -150,7 +154,10 @@ def _compile(arguments: argparse.Namespace) -> TowerProgram:
         given = [f"--{name.replace('_', '-')}" for name in _PLANNED if getattr(arguments, name) is not None]
         if given:
             raise _UsageError(f"--plan says all that {', '.join(given)} would say: leave one or the other away")
-        plan = TowerPlan.from_json(_read(arguments.plan))
+        try:
+            plan = TowerPlan.from_json(_read(arguments.plan))
+        except PlanError as error:
+            raise _UsageError(f"{arguments.plan}: {error}") from error
     elif arguments.hosts is None or arguments.ranks_per_host is None:
         raise _UsageError("give --hosts and --ranks-per-host, or --plan")
     topology = plan.topology if plan else Topology(arguments.hosts, arguments.ranks_per_host)
