@@ -184,7 +184,7 @@ def test_a_plan_is_written_and_read_back(file: str, tmp_path: Path, capsys: pyte
     assert len(TowerPlan.from_json(saved.read_text()).towers) == 6
     assert main(["explain", f"{file}:model", "--plan", str(saved)]) == 0
     second, _ = capsys.readouterr()
-    assert second == first
+    assert first == second + f"plan written to {saved}\n"
 
 
 def test_a_file_that_is_called_like_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
