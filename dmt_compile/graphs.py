@@ -11,19 +11,36 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
+from .errors import CaptureError
+
 
 def clone_sharing_tensors(model: nn.Module, *, copy_buffers: bool = False) -> nn.Module:
     """A copy of the module tree (flags, hooks, Python attributes) whose parameters and buffers are the original tensors.
 
     No parameter is copied, so the memory cost does not depend on the size of the tables; with ``copy_buffers`` the copy has
     buffers of its own.
+
+    Raises:
+        CaptureError: a module that cannot be copied, or that copies its parameters with it.
     """
     memo: dict[int, object] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = parameter
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone() if copy_buffers else buffer
-    return copy.deepcopy(model, memo)
+    try:
+        clone = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise CaptureError(f"the modules of {type(model).__name__} cannot be copied around their parameters: {error}") from error
+    # A scripted module copies its parameters whatever the memo says, and the copies would be trained instead.
+    for (name, mine), (_, theirs) in zip(clone.named_parameters(), model.named_parameters(), strict=True):
+        if mine is not theirs:
+            path = name.rpartition(".")[0]
+            raise CaptureError(
+                f"the module that holds '{name}' ({type(model.get_submodule(path)).__name__}) does not share its parameters with a "
+                "copy of it: give towerize the module before torch.jit.script or torch.jit.trace"
+            )
+    return clone
 
 
 def clone_with_parameters(model: nn.Module) -> nn.Module:

@@ -120,3 +120,18 @@ def test_a_subclass_with_the_shipped_forward_is_a_lookup() -> None:
     model = models.Net()
     model.ebc = Mine(tables=model.ebc.embedding_bag_configs())
     assert towerize(model, GRID).verify(*models.inputs()).passed
+
+
+def test_a_scripted_layer_is_refused() -> None:
+    model = models.Net()
+    model.bottom = torch.jit.script(model.bottom)
+    with pytest.raises(CaptureError, match=r"'bottom\..*' .* does not share its parameters"):
+        towerize(model, GRID)
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    model = models.Net()
+    model.stream = open(__file__)  # noqa: SIM115
+    with pytest.raises(CaptureError, match="cannot be copied around their parameters"):
+        towerize(model, GRID)
+    model.stream.close()
