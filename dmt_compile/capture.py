@@ -7,6 +7,8 @@ and no tracing side effect, reaches the user's objects.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -23,6 +25,7 @@ from .errors import CaptureError, source_location
 from .graphs import EXTRAS, clone_sharing_tensors, graph_module_over
 from .sources import reason
 
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _LOOKUPS = (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding)
 
 
@@ -54,7 +57,7 @@ class _Traced:
     leaves: dict[str, str]
 
 
-def capture(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Captured:
+def capture(model: nn.Module, inputs: _Inputs | None = None) -> Captured:
     """Trace ``model`` symbolically, or export it with ``inputs`` (args, kwargs) if that fails. The model is left as it is.
 
     Submodules that cannot be traced, or read ``self.training``, and hold no embedding lookup are kept whole and reported in
@@ -69,7 +72,7 @@ def capture(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | N
     failure: CaptureError | None = None
     try:
         captured = _capture_symbolically(model)
-        if not _hides_a_lookup(captured, inputs):
+        if _takes_what_is_given(captured, inputs) and not _hides_a_lookup(captured, inputs):
             return captured
     except CaptureError as error:
         failure = error
@@ -85,7 +88,29 @@ def capture(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]] | N
     return captured
 
 
-def _hides_a_lookup(captured: Captured, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None) -> bool:
+def _takes_what_is_given(captured: Captured, inputs: _Inputs | None) -> bool:
+    """Whether the graph holds for the arguments that are None: tracing takes every argument for a tensor."""
+    if inputs is None:
+        return True
+    args, kwargs = inputs
+    signature = inspect.signature(captured.root.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return True
+    bound.apply_defaults()
+    if all(value is not None for value in bound.arguments.values()):
+        return True
+    clone = clone_sharing_tensors(captured.root, copy_buffers=True).eval()
+    # A failing GraphModule prints its code.
+    quiet = contextlib.redirect_stderr(io.StringIO())
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet, contextlib.suppress(Exception):
+        graph_module_over(clone, captured.graphs[False].graph, {}, "Tried")(*args, **kwargs)
+        return True
+    return False
+
+
+def _hides_a_lookup(captured: Captured, inputs: _Inputs | None) -> bool:
     """Whether a plain lookup stands in a submodule that was kept whole."""
     leaves = [captured.root.get_submodule(path) for path in captured.leaves]
     if any(plain.holds_lookup(leaf) for leaf in leaves):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import rnn
 
 from .adapters import torchrec as torchrec_adapter
 from .graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
@@ -64,11 +65,17 @@ def _without_tracing_advice() -> Iterator[None]:
         logger.setLevel(level)
 
 
+# They look at the values of lengths; as one node each they need not be traced.
+_OPAQUE = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.pack_sequence, rnn.pad_sequence)
+
+
 class _Tracer(fx.Tracer):
     """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
 
     def __init__(self, proxy_buffers: bool, whole: Mapping[str, str]) -> None:
-        super().__init__(param_shapes_constant=True)
+        super().__init__(autowrap_functions=_OPAQUE, param_shapes_constant=True)
+        # Wherever they are looked up: by name, or through their module.
+        self._autowrap_search.append(rnn)
         self.proxy_buffer_attributes = proxy_buffers
         self.whole = whole
         self.leaves: dict[str, str] = {}
@@ -78,6 +85,9 @@ class _Tracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         graph = super().trace(root, concrete_args)
         cut_gradients(graph)
+        for node in graph.nodes:
+            # Generated code would register such a function with torch.fx for good, under a name that cannot be found again.
+            node.meta.pop("is_wrapped", None)
         return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

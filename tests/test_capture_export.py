@@ -269,6 +269,43 @@ def test_random_numbers_and_writes_in_order() -> None:
     proved(program.eval(), *pair(4))
 
 
+class Optional(Base):
+    """An argument that is None: tracing would take it for a tensor."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        rows = self.a(x) * self.b(y)
+        if mask is None:
+            mask = torch.ones_like(x)
+        return self.out(rows * mask.unsqueeze(1))
+
+
+def test_argument_that_is_not_given() -> None:
+    program = towerize(Optional(), WIDE, example_inputs=pair())
+    assert program._dmt.captured.front_end == "torch.export"
+    proved(program, *pair(20))
+    with pytest.raises(InputError, match="mask is a tensor, not None"):
+        program(*pair(20), mask=torch.ones(20))
+    proved(towerize(Optional(), WIDE, example_inputs=(*pair(), torch.ones(9))), *pair(20), torch.rand(20))
+
+
+def test_packed_sequences() -> None:
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.item, self.lstm = nn.Embedding(10, 4, padding_idx=0), nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            lengths = (x != 0).sum(1).clamp(min=1)
+            packed = nn.utils.rnn.pack_padded_sequence(self.item(x), lengths, batch_first=True, enforce_sorted=False)
+            return self.lstm(packed)[1][0][-1]
+
+    ids = torch.arange(60).reshape(12, 5) % 7 % 5
+    for _ in range(2):
+        proved(towerize(Packs(), WIDE, example_inputs=(ids[:7],)), ids)
+    # What tracing wraps is forgotten again.
+    compiled(DeepFm)
+
+
 # self.training beside a lookup
 
 
