@@ -77,6 +77,11 @@ class _Compilation:
     plan: TowerPlan
     stages: Mapping[bool, Mapping[str, Stage]]
 
+    @property
+    def analysis(self) -> Analysis:
+        """The one for the mode that the model is in."""
+        return self.analyses[self.captured.root.training]
+
 
 def _run_passes(flat: fx.GraphModule, lookups: LookupSet, plan: TowerPlan, root: nn.Module) -> dict[str, Stage]:
     from dmt_compile.passes import pipeline
@@ -129,10 +134,6 @@ class TowerProgram(nn.Module):
         return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analyses, self.plan)
 
     @property
-    def _analysis(self) -> Analysis:
-        return self._dmt.analyses[self.training]
-
-    @property
     def plan(self) -> TowerPlan:
         """Which features are in which tower, and which rank owns which table."""
         return self._dmt.plan
@@ -144,12 +145,12 @@ class TowerProgram(nn.Module):
     @property
     def lookups(self) -> LookupSet:
         """The embedding lookups that were found in the model."""
-        return self._analysis.lookups
+        return self._dmt.analysis.lookups
 
     @property
     def replicated(self) -> Mapping[str, str]:
         """Embedding tables that stay on every rank as dense parameters, with the reason."""
-        return self._analysis.replicated
+        return self._dmt.analysis.replicated
 
     @property
     def stages(self) -> Mapping[str, Stage]:
@@ -186,7 +187,7 @@ class TowerProgram(nn.Module):
             flat = _recaptured(self._dmt.captured, root).graphs[self.training]
             return _run_passes(flat, lookups, self.plan, root)
 
-        verifier = Verifier(self.stages, recompile, deal(args, kwargs, self.topology.world_size, self._analysis.layout), seed)
+        verifier = Verifier(self.stages, recompile, deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout), seed)
         return verifier.certify(steps, optimizer or default_optimizer)
 
     def simulate(self, *args: Any, stage: str = "lowered", **kwargs: Any) -> list[Any]:
@@ -203,7 +204,7 @@ class TowerProgram(nn.Module):
 
         if stage not in self.stages:
             raise PlanError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
-        inputs = deal(args, kwargs, self.topology.world_size, self._analysis.layout)
+        inputs = deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout)
         roots = [clone_sharing_tensors(self._dmt.captured.root, copy_buffers=True) for _ in inputs]
         return simulate(self.stages[stage], inputs, roots)
 
