@@ -11,8 +11,9 @@ from torch import fx, nn
 
 from . import versions
 from .adapters import plain, torchrec
+from .capture import Captured
 from .errors import CaptureError
-from .graphs import clone_sharing_tensors, graph_module_over, keys_read
+from .graphs import clone_sharing_tensors, extras_of, graph_module_over, keys_read
 from .lookups import LookupSet
 from .verify.deal import Layout, batch_size, deal_sizes
 
@@ -28,12 +29,40 @@ class Analysis:
     layout: Layout
 
 
-def analyse(flat: fx.GraphModule, root: nn.Module, example_inputs: ExampleInputs | None) -> Analysis:
-    """Find every embedding lookup of a captured model.
+def analyse(captured: Captured, example_inputs: ExampleInputs | None) -> Mapping[bool, Analysis]:
+    """Find every embedding lookup of a captured model, for training mode (True) and for evaluation mode.
 
     Raises:
-        CaptureError: there is none that towers could serve, or plain lookups were found and ``example_inputs`` is missing.
+        CaptureError: there is none that towers could serve, plain lookups were found and ``example_inputs`` is missing, or the
+            two modes do not look up the same tables in the same way.
     """
+    training, evaluation = captured.graphs[True], captured.graphs[False]
+    if training is evaluation:
+        only = _analyse(training, captured.root, example_inputs, {})
+        return {True: only, False: only}
+    both = {mode: _analyse(graph, captured.root, example_inputs, {}) for mode, graph in captured.graphs.items()}
+    kept = {**both[True].replicated, **both[False].replicated}
+    if set(both[True].replicated) != set(both[False].replicated):
+        # What one mode must have on every rank stays there in the other.
+        both = {mode: _analyse(graph, captured.root, example_inputs, kept) for mode, graph in captured.graphs.items()}
+    _refuse_other_lookups(both[True].lookups, both[False].lookups)
+    return both
+
+
+def _refuse_other_lookups(training: LookupSet, evaluation: LookupSet) -> None:
+    mine = {x.name: (x.table, x.pooling, x.dim, x.weighted) for x in training.lookups}
+    theirs = {x.name: (x.table, x.pooling, x.dim, x.weighted) for x in evaluation.lookups}
+    for name in (*mine, *theirs):
+        if mine.get(name) != theirs.get(name):
+            has = training if name in mine else evaluation
+            where = has.outputs[has.lookup[name].output].location or "forward"
+            raise CaptureError(
+                f"{where}: the lookup '{name}' is not the same in training as in evaluation, because forward reads self.training: "
+                "make the same lookups in both modes"
+            )
+
+
+def _analyse(flat: fx.GraphModule, root: nn.Module, example_inputs: ExampleInputs | None, keep: Mapping[str, str]) -> Analysis:
     lookups = torchrec.find_collections(flat)
     needed = plain.id_nodes(flat)
     names = tuple(str(node.target) for node in flat.graph.nodes if node.op == "placeholder")
@@ -42,7 +71,7 @@ def analyse(flat: fx.GraphModule, root: nn.Module, example_inputs: ExampleInputs
     if needed and example_inputs is not None:
         shapes, batches = _record(flat, root, needed, example_inputs, layout)
         taken = {*lookups.lookup, *lookups.table}
-        found, replicated = plain.find_plain(flat, shapes, batches, taken)
+        found, replicated = plain.find_plain(flat, shapes, batches, taken, keep)
         lookups = lookups + found
     elif needed and not lookups.lookups:
         raise CaptureError(
@@ -70,13 +99,14 @@ def _refuse(replicated: Mapping[str, str]) -> None:
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, names: set[str]) -> None:
+    def __init__(self, module: fx.GraphModule, names: set[str], given: Mapping[fx.Node, Any]) -> None:
         super().__init__(module)
         self.names = names
+        self.given = given
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        value = self.given[n] if n.op == "placeholder" else super().run_node(n)
         if n.name in self.names and isinstance(value, torch.Tensor):
             self.shapes[n.name] = tuple(value.shape)
         return value
@@ -104,7 +134,7 @@ def _record(
         raise CaptureError("example_inputs must hold at least one sample")
     # In evaluation mode, because layers such as BatchNorm refuse to train on one sample.
     clone = clone_sharing_tensors(root, copy_buffers=True).eval()
-    module = graph_module_over(clone, flat.graph, {}, "Recorder")
+    module = graph_module_over(clone, flat.graph, extras_of(flat), "Recorder")
     plain.copy_tables_that_reading_changes(module)
     full = _shapes(module, set(names), args, kwargs)
     fewer = batch // 2
@@ -121,16 +151,16 @@ def _record(
 def _shapes(module: fx.GraphModule, names: set[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     from .verify.cluster import placeholders
 
-    recorder = _Recorder(module, names)
     try:
         given = placeholders(module.graph, args, kwargs)
     except TypeError as error:
         hint = " (a dict holds keyword arguments: write (batch,) for a forward that takes one dict)" if kwargs and not args else ""
         raise CaptureError(f"example_inputs do not fit forward: {error}{hint}") from None
-    ordered = [given[node] for node in module.graph.nodes if node.op == "placeholder"]
+    recorder = _Recorder(module, names, given)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            recorder.run(*ordered, enable_io_processing=False)
+            recorder.run(enable_io_processing=False)
         except Exception as error:
-            raise CaptureError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
+            first = str(error).strip().split("\n")[0]
+            raise CaptureError(f"the model does not run on example_inputs: {type(error).__name__}: {first}") from error
     return recorder.shapes

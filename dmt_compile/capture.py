@@ -6,84 +6,259 @@ and no tracing side effect, reaches the user's objects.
 
 from __future__ import annotations
 
-import linecache
-import logging
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import contextlib
+import inspect
+import io
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
+from . import capture_symbolic
+from .adapters import plain
 from .adapters import torchrec as torchrec_adapter
 from .errors import CaptureError, source_location
-from .graphs import EXTRAS, NO_GRAD, clone_sharing_tensors, cut_gradients, graph_module_over
+from .graphs import EXTRAS, clone_sharing_tensors, graph_module_over
+from .sources import reason
 
-_LIBRARY_DIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_LOOKUPS = (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured model: its graph over a clone of its modules, and the submodules kept whole with the reason why."""
+    """A captured model: a graph for each mode over one clone of its modules, and the submodules kept whole with the reason why.
 
-    flat: fx.GraphModule
+    ``graphs`` has the keys True (training) and False; most models have one graph, which is under both.
+    """
+
+    graphs: Mapping[bool, fx.GraphModule]
     root: nn.Module
     leaves: dict[str, str] = field(default_factory=dict)
+    front_end: str = "torch.fx"
+
+    @property
+    def flat(self) -> fx.GraphModule:
+        """The graph for the mode that the clone is in."""
+        return self.graphs[self.root.training]
 
 
-def capture(model: nn.Module) -> Captured:
-    """Trace ``model`` symbolically. The model is left as it is.
+@dataclass
+class _Traced:
+    """One graph, the clone that it was traced on, what it calls under ``dmt``, and what was kept whole."""
+
+    root: nn.Module
+    graph: fx.Graph
+    extras: dict[str, nn.Module]
+    leaves: dict[str, str]
+
+
+def capture(model: nn.Module, inputs: _Inputs | None = None) -> Captured:
+    """Trace ``model`` symbolically, or export it with ``inputs`` (args, kwargs) if that fails. The model is left as it is.
 
     Submodules that cannot be traced, or read ``self.training``, and hold no embedding lookup are kept whole and reported in
-    ``leaves``.
+    ``leaves``. If code on the way to a lookup reads ``self.training``, there is a graph for each mode.
 
     Raises:
-        CaptureError: the model is not a module, is already sharded or wrapped, or the way to a lookup cannot be traced or
-            depends on ``self.training``; the message shows the user's line.
+        CaptureError: the model is not a module, is already sharded or wrapped, or neither front end can take it; the message
+            shows the user's line.
     """
     _check_model(model)
+    captured: Captured | None = None
+    failure: CaptureError | None = None
+    try:
+        captured = _capture_symbolically(model)
+        if _takes_what_is_given(captured, inputs) and not _hides_a_lookup(captured, inputs):
+            return captured
+    except CaptureError as error:
+        failure = error
+    if inputs is not None:
+        try:
+            return _capture_by_export(model, *inputs)
+        except CaptureError as error:
+            if failure is not None:
+                raise CaptureError(f"{failure}\n{error}") from error
+    elif failure is not None:
+        raise CaptureError(f"{failure}\nWith example_inputs=(...) torch.export is tried as well, which takes more.") from failure
+    assert captured is not None
+    return captured
+
+
+def _takes_what_is_given(captured: Captured, inputs: _Inputs | None) -> bool:
+    """Whether the graph holds for the arguments that are None: tracing takes every argument for a tensor."""
+    if inputs is None:
+        return True
+    args, kwargs = inputs
+    signature = inspect.signature(captured.root.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return True
+    bound.apply_defaults()
+    if all(value is not None for value in bound.arguments.values()):
+        return True
+    clone = clone_sharing_tensors(captured.root, copy_buffers=True).eval()
+    # A failing GraphModule prints its code.
+    quiet = contextlib.redirect_stderr(io.StringIO())
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet, contextlib.suppress(Exception):
+        graph_module_over(clone, captured.graphs[False].graph, {}, "Tried")(*args, **kwargs)
+        return True
+    return False
+
+
+def _hides_a_lookup(captured: Captured, inputs: _Inputs | None) -> bool:
+    """Whether a plain lookup stands in a submodule that was kept whole."""
+    leaves = [captured.root.get_submodule(path) for path in captured.leaves]
+    if any(plain.holds_lookup(leaf) for leaf in leaves):
+        return True
+    inside = {id(parameter) for leaf in leaves for parameter in leaf.parameters()}
+    if not inside or inputs is None:
+        return False
+    # Functional lookups are found by running them.
+    return bool(inside & _tables_read(clone_sharing_tensors(captured.root, copy_buffers=True).eval(), *inputs))
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKUPS:
+            self.tables.update(id(value) for value in (*args, *(kwargs or {}).values()) if isinstance(value, nn.Parameter))
+        return func(*args, **(kwargs or {}))
+
+
+def _tables_read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """The ids (of Python) of the parameters that ``model`` looks ids up in; none if it does not run."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Watch() as watch, contextlib.suppress(Exception):
+        model(*args, **kwargs)
+    found: set[int] = watch.tables
+    return found
+
+
+def _capture_symbolically(model: nn.Module) -> Captured:
     whole: dict[str, str] = {}
     while True:
-        root, graph, leaves = _trace(model, whole, flipped=False)
+        mine = _trace(model, whole, _as_it_is)
         # A graph would keep for ever the way that forward takes in the mode in which it is traced.
-        _, other, _ = _trace(model, whole, flipped=True)
-        node = _first_difference(graph, other)
+        other = _trace(model, whole, _flipped)
+        _adopt_constants(mine.root, other)
+        node = _first_difference(mine.graph, other.graph)
         if node is None:
-            flat = graph_module_over(root, graph, {}, f"Flat{type(model).__name__}")
-            return Captured(flat, root, leaves)
-        path = _innermost_without_lookup(node, root, whole)
-        where = f"{source_location(node) or type(model).__name__}: takes another way in training than in evaluation"
+            return _captured(model, mine, {True: mine, False: mine}, "torch.fx")
+        path = _innermost_without_lookup(node, mine, whole)
         if path is None:
-            raise CaptureError(
-                f"{where}: code on the way to a lookup must not read self.training; use modules such as nn.Dropout, which look at "
-                "their own mode when they run, or move the code into a submodule that holds no lookup (it is then kept whole)"
-            )
-        whole[path] = where
+            return _by_mode(model, mine, other, lambda prepare: _trace(model, whole, prepare), "torch.fx")
+        where = source_location(node) or type(model).__name__
+        whole[path] = f"{where}: takes another way in training than in evaluation"
 
 
-def _trace(model: nn.Module, whole: Mapping[str, str], flipped: bool) -> tuple[nn.Module, fx.Graph, dict[str, str]]:
-    """A clone of ``model``, its graph and its leaves; ``flipped`` traces every module in its other mode."""
-    failure: Exception | None = None
-    # Reading buffers as graph nodes keeps them live; code that looks inside a buffer while it is traced needs its values.
-    for proxy_buffers in (True, False):
-        root = clone_sharing_tensors(model)
-        if flipped:
-            for module in root.modules():
-                module.training = not module.training
-        tracer = _Tracer(proxy_buffers, whole)
-        try:
-            with _without_tracing_advice():
-                return root, tracer.trace(root), tracer.leaves
-        except Exception as error:
-            failure = error
-    assert failure is not None
-    raise _explain(failure, model) from failure
+def _capture_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    def trace(prepare: Callable[[nn.Module], None]) -> _Traced:
+        return _export(model, prepare, args, kwargs)
+
+    mine, other = trace(_as_it_is), trace(_flipped)
+    _adopt_constants(mine.root, other)
+    if _first_difference(mine.graph, other.graph) is None:
+        return _captured(model, mine, {True: mine, False: mine}, "torch.export")
+    return _by_mode(model, mine, other, trace, "torch.export")
+
+
+def _captured(model: nn.Module, main: _Traced, graphs: Mapping[bool, _Traced], front_end: str) -> Captured:
+    made: dict[int, fx.GraphModule] = {}
+    for traced in graphs.values():
+        if id(traced) not in made:
+            made[id(traced)] = graph_module_over(main.root, traced.graph, traced.extras, f"Flat{type(model).__name__}")
+    leaves = {path: why for traced in graphs.values() for path, why in traced.leaves.items()}
+    return Captured({mode: made[id(traced)] for mode, traced in graphs.items()}, main.root, leaves, front_end)
+
+
+def _by_mode(
+    model: nn.Module, mine: _Traced, other: _Traced, trace: Callable[[Callable[[nn.Module], None]], _Traced], front_end: str
+) -> Captured:
+    """A graph for training and one for evaluation, over the clone of ``mine``.
+
+    Raises:
+        CaptureError: modules of the model are in different modes, and the graph of that mixture is neither of the two.
+    """
+    mode = model.training
+    if all(module.training == mode for module in model.modules()):
+        return _captured(model, mine, {mode: mine, not mode: other}, front_end)
+    graphs = {training: trace(lambda root, training=training: _set(root, training)) for training in (True, False)}  # type: ignore[misc]
+    for traced in graphs.values():
+        _adopt_constants(mine.root, traced)
+    node = _first_difference(mine.graph, graphs[mode].graph)
+    if node is not None:
+        raise CaptureError(
+            f"{source_location(node) or type(model).__name__}: the way to a lookup depends on self.training, and some modules of "
+            "the model are in training mode and some are not: call model.train() or model.eval() before it is compiled"
+        )
+    return _captured(model, mine, graphs, front_end)
+
+
+def _as_it_is(root: nn.Module) -> None:
+    pass
+
+
+def _flipped(root: nn.Module) -> None:
+    for module in root.modules():
+        module.training = not module.training
+
+
+def _set(root: nn.Module, training: bool) -> None:
+    root.train(training)
+
+
+def _export(model: nn.Module, prepare: Callable[[nn.Module], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
+    from . import capture_export, exported
+
+    # The clone that is exported is changed and thrown away.
+    root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
+    prepare(thrown_away)
+    try:
+        graph, extras = exported.to_graph(capture_export.export(thrown_away, args, kwargs), root)
+    except Exception as error:
+        why = str(error) if isinstance(error, capture_export.ExportError) else reason(error)
+        text = f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}"
+        raise CaptureError(text) from error
+    return _Traced(root, graph, extras, {})
+
+
+def _adopt_constants(root: nn.Module, traced: _Traced) -> None:
+    """Let a graph that was traced on another clone read the constants that tracing made from ``root``."""
+    for node in traced.graph.nodes:
+        value = traced.root.__dict__.get(str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, torch.Tensor):
+            node.target = _place_of_constant(str(node.target), value, root)
+
+
+def _place_of_constant(name: str, value: torch.Tensor, root: nn.Module) -> str:
+    held, candidate, number = root.__dict__.get(name), name, 0
+    while held is not None and not _same_tensor(held, value):
+        number += 1
+        candidate = f"{name}_{number}"
+        held = root.__dict__.get(candidate)
+    root.__dict__.setdefault(candidate, value)
+    return candidate
+
+
+def _same_tensor(a: Any, b: torch.Tensor) -> bool:
+    if not isinstance(a, torch.Tensor) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return a is b or (not a.is_meta and bool(torch.equal(a, b)))
+
+
+def _trace(model: nn.Module, whole: Mapping[str, str], prepare: Callable[[nn.Module], None]) -> _Traced:
+    try:
+        root, graph, leaves = capture_symbolic.trace(model, whole, prepare)
+    except Exception as error:
+        raise _explain(error, model) from error
+    return _Traced(root, graph, {}, leaves)
 
 
 def _first_difference(a: fx.Graph, b: fx.Graph) -> fx.Node | None:
@@ -114,23 +289,19 @@ def _plain(value: Any, place: Mapping[fx.Node, int]) -> Any:
     return value if isinstance(value, int | float | str | None) and value == value else type(value)
 
 
-def _innermost_without_lookup(node: fx.Node, root: nn.Module, whole: Mapping[str, str]) -> str | None:
+def _innermost_without_lookup(node: fx.Node, traced: _Traced, whole: Mapping[str, str]) -> str | None:
     for path, _ in reversed(list(node.meta.get("nn_module_stack", {}).values())):
-        if path and path not in whole and not torchrec_adapter.holds_collection(root.get_submodule(path)):
+        if path and path not in whole and not _holds_lookup(str(path), traced):
             return str(path)
     return None
 
 
-@contextmanager
-def _without_tracing_advice() -> Iterator[None]:
-    """Keep back what torch.fx advises TorchRec's authors while it traces; it is nothing to the user."""
-    logger = logging.getLogger("torch.fx._symbolic_trace")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _holds_lookup(path: str, traced: _Traced) -> bool:
+    module = traced.root.get_submodule(path)
+    if torchrec_adapter.holds_collection(module) or plain.holds_lookup(module):
+        return True
+    functional = (node for node in traced.graph.nodes if node.target in _LOOKUPS)
+    return any(path == inner for node in functional for inner, _ in node.meta.get("nn_module_stack", {}).values())
 
 
 def _check_model(model: object) -> None:
@@ -151,100 +322,9 @@ def _check_model(model: object) -> None:
         raise CaptureError(f"the model has a submodule called '{EXTRAS}', a name that the compiled program uses: rename it")
 
 
-class _Tracer(fx.Tracer):
-    """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
-
-    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str]) -> None:
-        super().__init__(param_shapes_constant=True)
-        self.proxy_buffer_attributes = proxy_buffers
-        self.whole = whole
-        self.leaves: dict[str, str] = {}
-        self._attribute_proxies: list[dict[str, Any]] = []
-        self._grad = torch.is_grad_enabled()
-
-    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        graph = super().trace(root, concrete_args)
-        cut_gradients(graph)
-        return graph
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        whole = torchrec_adapter.is_collection(m) or torchrec_adapter.must_stay_whole(m)
-        return whole or super().is_leaf_module(m, module_qualified_name)
-
-    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
-        proxy = super().create_proxy(*args, **kwargs)
-        if self._grad and not torch.is_grad_enabled() and proxy.node.op not in ("placeholder", "get_attr", "output"):
-            proxy.node.meta[NO_GRAD] = True
-        # Placeholders are made before the user's forward runs.
-        where = _user_frame(sys._getframe(1)) if proxy.node.op != "placeholder" else None
-        if where is not None:
-            code, line = where
-            text = linecache.getline(code.co_filename, line).strip()
-            proxy.node.stack_trace = f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'
-        return proxy
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if not any(cache is parameter_proxy_cache for cache in self._attribute_proxies):
-            self._attribute_proxies.append(parameter_proxy_cache)
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = self.path_of_module(m)
-        if path in self.whole:
-            self.leaves[path] = self.whole[path]
-            return self.create_proxy("call_module", path, args, kwargs)
-        if self.is_leaf_module(m, path) or torchrec_adapter.holds_collection(m):
-            return super().call_module(m, forward, args, kwargs)
-        mark = next(reversed(self.graph.nodes), None)
-        stack = dict(self.module_stack)
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception as error:
-            self._undo(mark, stack)
-            self.leaves[path] = _reason(error)
-            return self.create_proxy("call_module", path, args, kwargs)
-
-    def _undo(self, mark: fx.Node | None, stack: dict[str, Any]) -> None:
-        """Take back what tracing a submodule left behind before it failed."""
-        erased: set[fx.Node] = set()
-        for node in list(reversed(self.graph.nodes)):
-            if node is mark:
-                break
-            erased.add(node)
-            self.graph.erase_node(node)
-        for cache in self._attribute_proxies:
-            for key in [key for key, proxy in cache.items() if proxy.node in erased]:
-                del cache[key]
-        self.module_stack.clear()
-        self.module_stack.update(stack)
-
-
-def _user_frame(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARY_DIRS) and not name.startswith("<"):
-            return frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
-def _reason(error: BaseException) -> str:
-    """One line: what went wrong, and the innermost line of the user's code on the way there."""
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith(_LIBRARY_DIRS) and not f.filename.startswith("<")
-    ]
-    message = str(error).strip().split("\n")[0]
-    if not frames:
-        return f"{type(error).__name__}: {message}"
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno}: `{last.line}`: {message}"
-
-
 def _explain(error: Exception, model: nn.Module) -> CaptureError:
     return CaptureError(
-        f"{type(model).__name__} could not be traced to its embedding lookups.\n  {_reason(error)}\n"
+        f"{type(model).__name__} could not be traced to its embedding lookups.\n  {reason(error)}\n"
         "Code on the way to a lookup must not branch or loop on tensor values: move such code out of forward, "
         "or into a submodule that holds no lookup (it is then kept whole)."
     )

@@ -78,6 +78,8 @@ def graph_module_over(root: nn.Module, graph: fx.Graph, extras: Mapping[str, nn.
 
 
 EXTRAS = "dmt"
+INPUT = "dmt_input"
+"""Meta key of nodes that hold one tensor of the inputs: its path, as of :func:`input_path`, and how a user writes it."""
 
 
 class _Extras(nn.Module):
@@ -135,14 +137,20 @@ def source_text(node: fx.Node) -> str:
     """How a user would write the value of a node, where it comes straight from an argument; the node's name otherwise."""
     if node.op == "placeholder":
         return str(node.target)
+    if INPUT in node.meta:
+        return str(node.meta[INPUT][1])
     inner = node.args[0] if node.args else None
     if isinstance(inner, fx.Node):
         if node.op == "call_function" and node.target is getattr:
             return f"{source_text(inner)}.{node.args[1]}"
         if node.op == "call_function" and node.target is operator.getitem:
             return f"{source_text(inner)}[{_index_text(node.args[1])}]"
-        if node.op == "call_method" and node.target in _CASTS:
+        if (node.op == "call_method" and node.target in _CASTS) or node.target in _ATEN_CASTS:
             return source_text(inner)
+        if node.target is torch.ops.aten.slice.Tensor and tuple(node.args[2:]) in ((), (0,), (0, _END)):
+            return source_text(inner)
+        if node.target is torch.ops.aten.select.int and isinstance(node.args[1], int) and node.args[1] >= 0:
+            return f"{source_text(inner)}[{':, ' * node.args[1]}{node.args[2]}]"
     return node.name
 
 
@@ -153,6 +161,9 @@ def input_path(node: fx.Node) -> tuple[object, ...] | None:
     """
     if node.op == "placeholder":
         return (str(node.target),)
+    if INPUT in node.meta:
+        path: tuple[object, ...] = node.meta[INPUT][0]
+        return path
     inner = node.args[0] if node.args else None
     if isinstance(inner, fx.Node) and node.op == "call_function" and node.target in (getattr, operator.getitem):
         outer, step = input_path(inner), node.args[1]
@@ -165,11 +176,13 @@ def input_path(node: fx.Node) -> tuple[object, ...] | None:
 def keys_read(graph: fx.Graph) -> tuple[tuple[object, ...], ...]:
     """The paths of the inputs' entries that the graph reads by key."""
     nodes = (node for node in graph.nodes if node.op == "call_function" and node.target is operator.getitem)
-    found = (input_path(node) for node in nodes if isinstance(node.args[1], str))
-    return tuple(dict.fromkeys(path for path in found if path is not None))
+    found = (input_path(node) for node in nodes if INPUT in node.meta or isinstance(node.args[1], str))
+    return tuple(dict.fromkeys(path for path in found if path is not None and isinstance(path[-1], str) and len(path) > 1))
 
 
 _CASTS = ("long", "int", "to", "contiguous")
+_ATEN_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default, torch.ops.aten.contiguous.default)
+_END = 2**63 - 1
 
 
 def _index_text(index: object) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import fx, nn
 
-from .analysis import Analysis, ExampleInputs, analyse
+from .analysis import Analysis, ExampleInputs, analyse, split_inputs
 from .capture import Captured, capture
 from .errors import PlanError
-from .graphs import clone_sharing_tensors
+from .graphs import clone_sharing_tensors, copy_graph, extras_of, graph_module_over
 from .lookups import LookupSet
 from .partition import make_plan
 from .plan import TowerPlan
@@ -62,34 +62,50 @@ def towerize(
     """
     if not isinstance(topology, Topology):
         raise PlanError(f"topology must be a dmt_compile.Topology, got {type(topology).__name__}")
-    captured = capture(model)
-    analysis = analyse(captured.flat, captured.root, example_inputs)
-    plan = make_plan(analysis.lookups, topology, towers, partition)
-    return TowerProgram(captured, analysis, plan)
+    captured = capture(model, split_inputs(example_inputs) if example_inputs is not None else None)
+    analyses = analyse(captured, example_inputs)
+    plan = make_plan(analyses[True].lookups, topology, towers, partition)
+    return TowerProgram(captured, analyses, plan)
 
 
 @dataclass(frozen=True)
 class _Compilation:
+    """Analyses and stages are kept by mode (True: training); where the graph does not depend on it, both are the same."""
+
     captured: Captured
-    analysis: Analysis
+    analyses: Mapping[bool, Analysis]
     plan: TowerPlan
-    stages: Mapping[str, Stage]
+    stages: Mapping[bool, Mapping[str, Stage]]
+
+    @property
+    def analysis(self) -> Analysis:
+        """The one for the mode that the model is in."""
+        return self.analyses[self.captured.root.training]
 
 
-def _run_passes(captured: Captured, lookups: LookupSet, plan: TowerPlan, root: nn.Module) -> dict[str, Stage]:
+def _run_passes(flat: fx.GraphModule, lookups: LookupSet, plan: TowerPlan, root: nn.Module) -> dict[str, Stage]:
     from dmt_compile.passes.pipeline import run
 
-    return run(Stage("flat", captured.flat, root, lookups, plan))
+    return run(Stage("flat", flat, root, lookups, plan))
+
+
+def _stages_by_mode(captured: Captured, analyses: Mapping[bool, Analysis], plan: TowerPlan) -> Mapping[bool, Mapping[str, Stage]]:
+    training = _run_passes(captured.graphs[True], analyses[True].lookups, plan, captured.root)
+    if captured.graphs[False] is captured.graphs[True]:
+        return {True: training, False: training}
+    return {True: training, False: _run_passes(captured.graphs[False], analyses[False].lookups, plan, captured.root)}
 
 
 class TowerProgram(nn.Module):
     """A flat model and its rewritten stages.
 
+    A model whose forward reads ``self.training`` has two sets of stages; everything here speaks of those of the current mode.
+
     Called as a module it runs the "towers" stage on one device, with the flat model's results. Parameters, buffers and
     ``state_dict()`` are the flat model's own, by the same names.
     """
 
-    def __init__(self, captured: Captured, analysis: Analysis, plan: TowerPlan) -> None:
+    def __init__(self, captured: Captured, analyses: Mapping[bool, Analysis], plan: TowerPlan) -> None:
         super().__init__()
         root = captured.root
         # The containers are shared with the clone that the graphs run over, so .to(), .train() and load_state_dict reach it.
@@ -98,7 +114,7 @@ class TowerProgram(nn.Module):
         self.__dict__["_modules"] = root._modules
         self.__dict__["_non_persistent_buffers_set"] = root._non_persistent_buffers_set
         self.training = root.training
-        self._dmt = _Compilation(captured, analysis, plan, _run_passes(captured, analysis.lookups, plan, root))
+        self._dmt = _Compilation(captured, analyses, plan, _stages_by_mode(captured, analyses, plan))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.stages["towers"].graph_module(*args, **kwargs)
@@ -106,15 +122,16 @@ class TowerProgram(nn.Module):
     def train(self, mode: bool = True) -> TowerProgram:
         super().train(mode)
         self._dmt.captured.root.training = mode
-        for stage in self.stages.values():
-            stage.graph_module.training = mode
+        for stages in self._dmt.stages.values():
+            for stage in stages.values():
+                stage.graph_module.training = mode
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerProgram:
         import copy
 
         root = copy.deepcopy(self._dmt.captured.root, memo)
-        return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analysis, self.plan)
+        return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analyses, self.plan)
 
     @property
     def plan(self) -> TowerPlan:
@@ -138,7 +155,7 @@ class TowerProgram(nn.Module):
     @property
     def stages(self) -> Mapping[str, Stage]:
         """The graphs "flat", "towers", "classic", "sptt" and "lowered", in this order."""
-        return self._dmt.stages
+        return self._dmt.stages[self.training]
 
     @property
     def leaves(self) -> Mapping[str, str]:
@@ -167,8 +184,8 @@ class TowerProgram(nn.Module):
         from .verify.equivalence import Verifier, default_optimizer
 
         def recompile(lookups: LookupSet, root: nn.Module) -> Mapping[str, Stage]:
-            captured = _recaptured(self._dmt.captured, root)
-            return _run_passes(captured, lookups, self.plan, root)
+            flat = _recaptured(self._dmt.captured, root).graphs[self.training]
+            return _run_passes(flat, lookups, self.plan, root)
 
         verifier = Verifier(self.stages, recompile, deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout), seed)
         return verifier.certify(steps, optimizer or default_optimizer)
@@ -218,7 +235,7 @@ class TowerProgram(nn.Module):
         from .runtime.rank_module import distribute
 
         return distribute(
-            self.stages["lowered"],
+            {mode: stages["lowered"] for mode, stages in self._dmt.stages.items()},
             process_group,
             device=device,
             timeout=timeout,
@@ -251,8 +268,10 @@ class TowerProgram(nn.Module):
 
 
 def _recaptured(captured: Captured, root: nn.Module) -> Captured:
-    """The captured graph over another clone of the module tree."""
-    from .graphs import copy_graph, graph_module_over
-
-    flat = graph_module_over(root, copy_graph(captured.flat.graph), {}, type(captured.flat).__name__)
-    return Captured(flat, root, captured.leaves)
+    """The captured graphs over another clone of the module tree."""
+    made: dict[int, fx.GraphModule] = {}
+    for flat in captured.graphs.values():
+        if id(flat) not in made:
+            made[id(flat)] = graph_module_over(root, copy_graph(flat.graph), extras_of(flat), type(flat).__name__)
+    graphs = {mode: made[id(flat)] for mode, flat in captured.graphs.items()}
+    return Captured(graphs, root, captured.leaves, captured.front_end)

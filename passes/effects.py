@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-import torch
-from torch import fx, nn
+from torch import Tag, fx, nn
+from torch._ops import OpOverload, OpOverloadPacket
 
 from dmt_compile.graphs import EXTRAS
 
@@ -74,12 +74,23 @@ def effect_of(draft: Draft, node: fx.Node) -> str:
         return max((_module_effect(child) for child in module.modules()), key=_STRENGTH.index)
     if node.op not in ("call_function", "call_method"):
         return ""
+    if isinstance(node.target, OpOverload):
+        return _operator_effect(node.target)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if node.op == "call_function" and not _is_library(node.target):
         return "writes"
     if _inplace(node) or node.kwargs.get("out") is not None or _writes(name) or _mutable(node.target):
         return "writes"
     return "draws" if any(word in name for word in _RANDOM) else ""
+
+
+def _operator_effect(target: OpOverload) -> str:
+    if target._schema.is_mutable:
+        return "writes"
+    name = target._schema.name
+    # Batch norm writes to the statistics that it is given without saying so.
+    draws = Tag.nondeterministic_seeded in target.tags or any(word in name for word in (*_RANDOM, "batch_norm", "instance_norm"))
+    return "draws" if draws else ""
 
 
 _STRENGTH = ["", "draws", "writes"]
@@ -120,10 +131,8 @@ def _inplace(node: fx.Node) -> bool:
 
 
 def _mutable(target: object) -> bool:
-    """Whether an operator's schema says that it writes to an argument."""
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    """Whether a packet of operators has one whose schema says that it writes to an argument."""
+    if isinstance(target, OpOverloadPacket):
         return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
     return False
 

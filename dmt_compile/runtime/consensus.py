@@ -19,14 +19,16 @@ from ..stage import Stage
 _numbers = count()
 
 
-def agree(stage: Stage, group: ProcessGroup, options: Mapping[str, bool]) -> int:
-    """Compare a digest over the ranks; a collective call. A number that is the same on all ranks, and new to each of them.
+def agree(stages: Mapping[bool, Stage], group: ProcessGroup, options: Mapping[str, bool]) -> int:
+    """Compare a digest of the program, in both modes, over the ranks; a collective call.
+
+    Returns a number that is the same on all ranks, and new to each of them.
 
     Raises:
         DistributedError: on every rank, when any two differ; shows the first difference.
     """
     global _numbers
-    description = _describe(stage, options)
+    description = _describe(stages, options)
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
     world = dist.get_world_size(group)
     gathered: list[Any] = [None] * world
@@ -46,7 +48,8 @@ def agree(stage: Stage, group: ProcessGroup, options: Mapping[str, bool]) -> int
     )
 
 
-def _describe(stage: Stage, options: Mapping[str, bool]) -> dict[str, Any]:
+def _describe(stages: Mapping[bool, Stage], options: Mapping[str, bool]) -> dict[str, Any]:
+    stage = stages[True]
     weights = {table.name: stage.root.get_parameter(table.parameter) for table in stage.lookups.tables}
     ids = {id(weight) for weight in weights.values()}
     dense = {name: p for name, p in stage.root.named_parameters() if id(p) not in ids}
@@ -57,7 +60,8 @@ def _describe(stage: Stage, options: Mapping[str, bool]) -> dict[str, Any]:
         "tables": {t.name: [t.rows, t.dim, str(t.dtype), weights[t.name].requires_grad] for t in stage.lookups.tables},
         "lookups": [[x.name, x.table, x.pooling, x.weighted] for x in stage.lookups.lookups],
         "dense parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in dense.items()},
-        "graph": [[n.op, n.name, _target(n.target), _constant(n.args), _constant(n.kwargs)] for n in stage.graph.nodes],
+        "graph": _graph(stage),
+        "graph in evaluation": _graph(stages[False]) if stages[False] is not stage else [],
         "options": dict(options),
     }
 
@@ -75,6 +79,10 @@ def _constant(value: Any) -> Any:
     if isinstance(value, int | float | complex | str | bool | torch.dtype | torch.device | None):
         return repr(value)
     return type(value).__name__
+
+
+def _graph(stage: Stage) -> list[list[Any]]:
+    return [[n.op, n.name, _target(n.target), _constant(n.args), _constant(n.kwargs)] for n in stage.graph.nodes]
 
 
 def _target(target: Any) -> str:

@@ -43,14 +43,14 @@ class RankModule(nn.Module):
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Mapping[bool, Stage],
         context: RankContext,
         groups: TowerGroups,
         group: ProcessGroup,
         find_unused_parameters: bool,
     ) -> None:
         super().__init__()
-        root = context.root
+        stage, root = stages[True], context.root
         self.__dict__["_parameters"] = root._parameters
         self.__dict__["_buffers"] = root._buffers
         self.__dict__["_modules"] = root._modules
@@ -65,12 +65,9 @@ class RankModule(nn.Module):
         self._group = group
         own = {id(root.get_parameter(stage.lookups.table[name].parameter)) for name in stage.plan.tables_of_rank[context.rank]}
         self._table_names = tuple(name for name, parameter in root.named_parameters() if id(parameter) in own)
-        graph_module = stage.bind(context).compile(groups.names(), f"Rank{context.rank}")
+        graphs = _compiled(stages, context, groups)
         # Held in a tuple: their parameters are already registered above, under the flat model's names.
-        self._run: tuple[nn.Module, fx.GraphModule] | None = (
-            _synchronised(graph_module, own, group, find_unused_parameters),
-            graph_module,
-        )
+        self._run: tuple[nn.Module, _ByMode] | None = (_synchronised(graphs, own, group, find_unused_parameters), graphs)
         self._over = ""
         # Called on the class: mypy exempts torch's own functions from its rule on untyped calls, but not inherited ones.
         nn.Module.register_load_state_dict_pre_hook(self, _drop_foreign_tables)
@@ -100,7 +97,7 @@ class RankModule(nn.Module):
                     ) from error
             raise
 
-    def _running(self) -> tuple[nn.Module, fx.GraphModule]:
+    def _running(self) -> tuple[nn.Module, _ByMode]:
         if self._run is None:
             raise DistributedError(f"this module cannot run any more: {self._over}; distribute the program again, on all ranks")
         return self._run
@@ -143,8 +140,10 @@ class RankModule(nn.Module):
     def train(self, mode: bool = True) -> RankModule:
         super().train(mode)
         self._context.root.training = mode
-        for module in self._run or ():
-            module.training = mode
+        runner, graphs = self._run or (None, None)
+        for module in (runner, graphs, *(graphs.graphs.values() if graphs is not None else ())):
+            if module is not None:
+                module.training = mode
         return self
 
     @property
@@ -154,8 +153,8 @@ class RankModule(nn.Module):
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The lowered graph with this rank's process groups."""
-        return self._running()[1]
+        """The lowered graph, for the current mode, with this rank's process groups."""
+        return self._running()[1].graphs[self.training]
 
     def table_parameters(self) -> Iterator[nn.Parameter]:
         """The tables that this rank owns."""
@@ -235,13 +234,37 @@ def _drop_foreign_tables(module: nn.Module, state_dict: dict[str, Any], prefix: 
         state_dict.pop(prefix + key, None)
 
 
-def _synchronised(module: fx.GraphModule, tables: set[int], group: ProcessGroup, find_unused: bool) -> nn.Module:
-    """``module`` with dense gradients averaged over ``group``; parameters that the graph never reads are left alone.
+class _ByMode(nn.Module):
+    """The graph for training and the one for evaluation as one module, over the rank's own parameters and buffers."""
+
+    def __init__(self, graphs: Mapping[bool, fx.GraphModule]) -> None:
+        super().__init__()
+        some = graphs[True]
+        for key in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[key] = some.__dict__[key]
+        self.graphs = graphs
+        self.training = some.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.graphs[self.training](*args, **kwargs)
+
+
+def _compiled(stages: Mapping[bool, Stage], context: RankContext, groups: TowerGroups) -> _ByMode:
+    names = groups.names()
+    training = stages[True].bind(context).compile(names, f"Rank{context.rank}")
+    if stages[False] is stages[True]:
+        return _ByMode({True: training, False: training})
+    return _ByMode({True: training, False: stages[False].bind(context).compile(names, f"Rank{context.rank}Evaluating")})
+
+
+def _synchronised(module: _ByMode, tables: set[int], group: ProcessGroup, find_unused: bool) -> nn.Module:
+    """``module`` with dense gradients averaged over ``group``; parameters that no graph ever reads are left alone.
 
     Everything that is no table starts with rank 0's values, frozen parameters and buffers too.
     """
     _copy_from_first([p for p in module.parameters() if id(p) not in tables] + list(module.buffers()), group)
-    skipped = tables | ({id(p) for p in module.parameters()} - _used_parameters(module))
+    in_training, in_evaluation = (_used_parameters(module.graphs[mode]) for mode in (True, False))
+    skipped = tables | ({id(p) for p in module.parameters()} - in_training - in_evaluation)
     if not any(p.requires_grad for p in module.parameters() if id(p) not in skipped):
         return module
     # A tied parameter is skipped under each of its names.
@@ -252,7 +275,8 @@ def _synchronised(module: fx.GraphModule, tables: set[int], group: ProcessGroup,
         process_group=group,
         forward_sync_buffers=False,
         init_sync=False,
-        find_unused_parameters=find_unused,
+        # Otherwise it would wait for the gradients of what only the other mode reads.
+        find_unused_parameters=find_unused or in_training - tables != in_evaluation - tables,
         gradient_as_bucket_view=True,
     )
 
@@ -279,7 +303,7 @@ def _used_parameters(module: fx.GraphModule) -> set[int]:
 
 
 def distribute(
-    stage: Stage,
+    stages: Mapping[bool, Stage],
     process_group: ProcessGroup | None,
     *,
     device: torch.device | str | None,
@@ -293,13 +317,14 @@ def distribute(
             "program.distribute() needs a process group: start the script with torchrun and call "
             "torch.distributed.init_process_group() first; without one, call the program itself (one device) or program.simulate()"
         )
+    stage = stages[True]
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None
     rank, world, topology = dist.get_rank(group), dist.get_world_size(group), stage.plan.topology
     if rank < 0:
         raise DistributedError(f"rank {dist.get_rank()} is no member of the process group: only its members call distribute()")
     # Before any rank may raise on its own: the others would wait for it.
-    number = agree(stage, group, {"find_unused_parameters": find_unused_parameters})
+    number = agree(stages, group, {"find_unused_parameters": find_unused_parameters})
     if world != topology.world_size:
         raise DistributedError(
             f"the process group has {world} ranks, the program was compiled for {topology.hosts} hosts x "
@@ -326,7 +351,7 @@ def distribute(
         foreign=foreign,
         aliases=aliases,
     )
-    return RankModule(stage, context, groups, group, find_unused_parameters)
+    return RankModule(stages, context, groups, group, find_unused_parameters)
 
 
 def _weight_dtype(stage: Stage) -> torch.dtype | None:

@@ -1,0 +1,141 @@
+"""Symbolic tracing that keeps lookup modules whole, notes the user's line on every node, and survives what it cannot trace."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import rnn
+
+from .adapters import torchrec as torchrec_adapter
+from .graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
+from .sources import reason, trace_of, user_frame
+
+
+def trace(
+    model: nn.Module, whole: Mapping[str, str], prepare: Callable[[nn.Module], None]
+) -> tuple[nn.Module, fx.Graph, dict[str, str]]:
+    """Trace a clone of a model that ``prepare`` has put in some mode: the clone, its graph, and what was kept whole and why.
+
+    Submodules in ``whole`` are kept whole for the reason given there.
+
+    Raises:
+        Exception: whatever tracing the model's own forward, or a submodule with a lookup collection, has raised.
+    """
+    failure: Exception | None = None
+    # Reading buffers as graph nodes keeps them live; code that looks inside a buffer while it is traced needs its values.
+    for proxy_buffers in (True, False):
+        root = clone_sharing_tensors(model, copy_buffers=not proxy_buffers)
+        versions = {name: buffer._version for name, buffer in root.named_buffers()}
+        modes = {module: module.training for module in root.modules()}
+        prepare(root)
+        tracer = _Tracer(proxy_buffers, whole)
+        try:
+            with _without_tracing_advice():
+                graph = tracer.trace(root)
+            written = next((name for name, buffer in root.named_buffers() if buffer._version != versions.get(name)), None)
+            if written is not None:
+                raise TypeError(f"forward assigns to the buffer '{written}', which symbolic tracing does not see")
+        except Exception as error:
+            failure = error
+            continue
+        for module, mode in modes.items():
+            module.training = mode
+        for path, module in model.named_modules(remove_duplicate=False):
+            root.get_submodule(path)._buffers.update(module._buffers)
+        return root, graph, tracer.leaves
+    assert failure is not None
+    raise failure
+
+
+@contextmanager
+def _without_tracing_advice() -> Iterator[None]:
+    """Keep back what torch.fx advises TorchRec's authors while it traces; it is nothing to the user."""
+    logger = logging.getLogger("torch.fx._symbolic_trace")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# They look at the values of lengths; as one node each they need not be traced.
+_OPAQUE = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.pack_sequence, rnn.pad_sequence)
+
+
+class _Tracer(fx.Tracer):
+    """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
+
+    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str]) -> None:
+        super().__init__(autowrap_functions=_OPAQUE, param_shapes_constant=True)
+        # Wherever they are looked up: by name, or through their module.
+        self._autowrap_search.append(rnn)
+        self.proxy_buffer_attributes = proxy_buffers
+        self.whole = whole
+        self.leaves: dict[str, str] = {}
+        self._attribute_proxies: list[dict[str, Any]] = []
+        self._grad = torch.is_grad_enabled()
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        graph = super().trace(root, concrete_args)
+        cut_gradients(graph)
+        for node in graph.nodes:
+            # Generated code would register such a function with torch.fx for good, under a name that cannot be found again.
+            node.meta.pop("is_wrapped", None)
+        return graph
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        whole = torchrec_adapter.is_collection(m) or torchrec_adapter.must_stay_whole(m)
+        return whole or super().is_leaf_module(m, module_qualified_name)
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        proxy = super().create_proxy(*args, **kwargs)
+        if self._grad and not torch.is_grad_enabled() and proxy.node.op not in ("placeholder", "get_attr", "output"):
+            proxy.node.meta[NO_GRAD] = True
+        # Placeholders are made before the user's forward runs.
+        where = user_frame(sys._getframe(1)) if proxy.node.op != "placeholder" else None
+        if where is not None:
+            code, line = where
+            proxy.node.stack_trace = trace_of(code.co_filename, line, code.co_name)
+        return proxy
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if not any(cache is parameter_proxy_cache for cache in self._attribute_proxies):
+            self._attribute_proxies.append(parameter_proxy_cache)
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path = self.path_of_module(m)
+        if path in self.whole:
+            self.leaves[path] = self.whole[path]
+            return self.create_proxy("call_module", path, args, kwargs)
+        if self.is_leaf_module(m, path) or torchrec_adapter.holds_collection(m):
+            return super().call_module(m, forward, args, kwargs)
+        mark = next(reversed(self.graph.nodes), None)
+        stack = dict(self.module_stack)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:
+            self._undo(mark, stack)
+            self.leaves[path] = reason(error)
+            return self.create_proxy("call_module", path, args, kwargs)
+
+    def _undo(self, mark: fx.Node | None, stack: dict[str, Any]) -> None:
+        """Take back what tracing a submodule left behind before it failed."""
+        erased: set[fx.Node] = set()
+        for node in list(reversed(self.graph.nodes)):
+            if node is mark:
+                break
+            erased.add(node)
+            self.graph.erase_node(node)
+        for cache in self._attribute_proxies:
+            for key in [key for key, proxy in cache.items() if proxy.node in erased]:
+                del cache[key]
+        self.module_stack.clear()
+        self.module_stack.update(stack)

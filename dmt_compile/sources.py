@@ -1,0 +1,54 @@
+"""Which lines are the user's: innermost frames outside torch and this library."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import traceback
+from types import CodeType, FrameType
+
+import torch
+
+_LIBRARY_DIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def library_file(name: str) -> bool:
+    """Whether a file is torch's or this library's, or no file."""
+    return name.startswith(_LIBRARY_DIRS) or name.startswith("<")
+
+
+def user_frame(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The innermost frame of user code from ``frame`` outwards."""
+    while frame is not None:
+        if not library_file(frame.f_code.co_filename):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def trace_of(file: str, line: int, function: str) -> str:
+    """A line of code as torch.fx keeps it in a node."""
+    return f'  File "{file}", line {line}, in {function}\n    {linecache.getline(file, line).strip()}\n'
+
+
+def user_trace(trace: str | None) -> str | None:
+    """Of a stack trace in text, the innermost frame of user code."""
+    frames = [frame for frame in _FRAME.findall(trace or "") if not library_file(frame[0])]
+    return trace_of(frames[-1][0], int(frames[-1][1]), frames[-1][2]) if frames else None
+
+
+def quoted(file: str, line: int) -> str:
+    """A place and its line of code, as messages show them."""
+    return f"{file}:{line}: `{linecache.getline(file, line).strip()}`"
+
+
+def reason(error: BaseException) -> str:
+    """One line: what went wrong, and the innermost line of the user's code on the way there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not library_file(frame.filename)]
+    message = str(error).strip().split("\n")[0]
+    if not frames:
+        return f"{type(error).__name__}: {message}"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno}: `{last.line}`: {message}"
