@@ -14,6 +14,7 @@ from torch.nn.utils import rnn
 
 from .adapters import torchrec as torchrec_adapter
 from .graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
+from .outside import Outside
 from .sources import reason, trace_of, user_frame
 
 
@@ -34,9 +35,10 @@ def trace(
         versions = {name: buffer._version for name, buffer in root.named_buffers()}
         modes = {module: module.training for module in root.modules()}
         prepare(root)
-        tracer = _Tracer(proxy_buffers, whole)
+        outside = Outside(root)
+        tracer = _Tracer(proxy_buffers, whole, outside)
         try:
-            with _without_tracing_advice():
+            with _without_tracing_advice(), outside:
                 graph = tracer.trace(root)
             written = next((name for name, buffer in root.named_buffers() if buffer._version != versions.get(name)), None)
             if written is not None:
@@ -65,6 +67,10 @@ def _without_tracing_advice() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _autocast() -> list[tuple[bool, torch.dtype]]:
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+
+
 # They look at the values of lengths; as one node each they need not be traced.
 _OPAQUE = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.pack_sequence, rnn.pad_sequence)
 
@@ -72,7 +78,7 @@ _OPAQUE = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.pack_sequence,
 class _Tracer(fx.Tracer):
     """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
 
-    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str]) -> None:
+    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str], outside: Outside) -> None:
         super().__init__(autowrap_functions=_OPAQUE, param_shapes_constant=True)
         # Wherever they are looked up: by name, or through their module.
         self._autowrap_search.append(rnn)
@@ -81,6 +87,8 @@ class _Tracer(fx.Tracer):
         self.leaves: dict[str, str] = {}
         self._attribute_proxies: list[dict[str, Any]] = []
         self._grad = torch.is_grad_enabled()
+        self._outside = outside
+        self._autocast = _autocast()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         graph = super().trace(root, concrete_args)
@@ -94,7 +102,15 @@ class _Tracer(fx.Tracer):
         whole = torchrec_adapter.is_collection(m) or torchrec_adapter.must_stay_whole(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
 
+    def create_arg(self, a: Any) -> Any:
+        origin = self._outside.origin(a)
+        if origin is not None:
+            raise TypeError(f"forward computes a tensor from {origin} outside the graph, which would keep it as it is now")
+        return super().create_arg(a)
+
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        if _autocast() != self._autocast:
+            raise TypeError("forward enters torch.autocast, which the graph would lose: put autocast around the call of the model")
         proxy = super().create_proxy(*args, **kwargs)
         if self._grad and not torch.is_grad_enabled() and proxy.node.op not in ("placeholder", "get_attr", "output"):
             proxy.node.meta[NO_GRAD] = True

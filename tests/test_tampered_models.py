@@ -135,3 +135,65 @@ def test_a_module_that_cannot_be_copied_is_refused() -> None:
     with pytest.raises(CaptureError, match="cannot be copied around their parameters"):
         towerize(model, GRID)
     model.stream.close()
+
+
+class _Scaled(models.PooledOnly):
+    """Reads state of its own in the way that ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(models.table("a", ["x"], 4), models.table("b", ["y"], 4))
+        self.how = how
+        self.bottom = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table", torch.tensor([1, 2, 3]))
+
+    def forward(self, sparse: KeyedJaggedTensor) -> Any:
+        out = super().forward(sparse)
+        if self.how == "branch on a counter":
+            return out * 2 if self.calls > 3 else out
+        if self.how == "parameter found by iterating":
+            return out * next(iter(self.bottom.parameters())).detach().abs().mean()
+        if self.how == "item of a parameter":
+            return out * next(iter(self.bottom.parameters())).sum().item()
+        if self.how == "random numbers":
+            return out + torch.rand(1)
+        if self.how == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return out @ out.t()
+        if self.how == "float buffer after a fallback":
+            return sum((out * int(row) for row in self.table), start=out * 0) * (self.scale * 2)
+        for row in self.table:
+            out = out * int(row)
+        return out * (self.scale * 2)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "branch on a counter",
+        "parameter found by iterating",
+        "item of a parameter",
+        "random numbers",
+        "autocast",
+        "float buffer after a fallback",
+    ],
+)
+def test_what_a_graph_would_freeze_is_refused(how: str) -> None:
+    with pytest.raises(CaptureError, match=rf"{__file__}:\d+"):
+        towerize(_Scaled(how), GRID)
+
+
+def test_integer_tables_may_be_looked_at() -> None:
+    class Tabled(models.PooledOnly):
+        def __init__(self) -> None:
+            super().__init__(models.table("a", ["x"], 4), models.table("b", ["y"], 4))
+            self.register_buffer("table", torch.tensor([1, 2, 3]))
+
+        def forward(self, sparse: KeyedJaggedTensor) -> Any:
+            out = super().forward(sparse)
+            for row in self.table:
+                out = out * int(row)
+            return out
+
+    assert towerize(Tabled(), GRID).verify(models.jagged(("x", "y"), 6)).passed
