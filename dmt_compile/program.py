@@ -178,17 +178,18 @@ class TowerProgram(nn.Module):
             seed: for cotangents and for random layers (rank r draws as after ``torch.manual_seed(seed + r)``).
 
         Raises:
-            InputError: the inputs cannot be dealt over the ranks, or the model has no values (meta device).
+            InputError: the inputs cannot be dealt over the ranks or hold no sample, ``steps`` is no number of steps, or the model
+                has no values (meta device).
         """
+        import torch
+
         from .verify.deal import deal
         from .verify.equivalence import Verifier, default_optimizer
 
-        def recompile(lookups: LookupSet, root: nn.Module) -> Mapping[str, Stage]:
-            flat = _recaptured(self._dmt.captured, root).graphs[self.training]
-            return _run_passes(flat, lookups, self.plan, root)
-
-        verifier = Verifier(self.stages, recompile, deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout), seed)
-        return verifier.certify(steps, optimizer or default_optimizer)
+        # The caller may have switched gradients off.
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout)
+            return Verifier(self.stages, inputs, seed).certify(steps, optimizer or default_optimizer)
 
     def simulate(self, *args: Any, stage: str = "lowered", **kwargs: Any) -> list[Any]:
         """Run a stage on all ranks in lock-step in this process; the outputs by rank.

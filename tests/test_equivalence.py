@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from models import BatchSpec, ModelSpec, PooledOnly, SpecModel, TableSpec, jagged, run_ranks, table
 from torch import nn
 
-from dmt_compile import Topology, TowerProgram, towerize
+from dmt_compile import InputError, Topology, TowerProgram, towerize
 from dmt_compile.adapters.torchrec import accept_empty_batches
 from dmt_compile.runtime.pooled import RankLookups
 from dmt_compile.topology import valid_tower_counts
@@ -133,6 +133,10 @@ def test_verify_passes(case: tuple[ModelSpec, Topology, int, str, BatchSpec]) ->
     spec, topology, towers, partition, batch = case
     model = SpecModel(spec)
     program = towerize(model, topology, towers=towers, partition=partition)
+    if not sum(batch.sizes):
+        with dealt_as(model.inputs(batch)), pytest.raises(InputError, match="at least one sample"):
+            program.verify()
+        return
     with dealt_as(model.inputs(batch)):
         certificate = program.verify()
     assert certificate.passed, str(certificate)

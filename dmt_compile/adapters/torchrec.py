@@ -343,17 +343,27 @@ def deal(batch: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTens
     ]
 
 
-def tensors_of(value: object) -> dict[str, torch.Tensor] | None:
-    """The tensors inside a KeyedTensor or a KeyedJaggedTensor, by name; None for anything else."""
+def parts_of(value: object) -> dict[str, Any] | None:
+    """What a KeyedTensor, a KeyedJaggedTensor or a JaggedTensor consists of, by name; None for anything else."""
     cls = _loaded("torchrec.sparse.jagged_tensor", "KeyedTensor")
     if cls is not None and isinstance(value, cls):
-        return {"values": value.values()}  # type: ignore[attr-defined]
+        keyed: Any = value
+        return {
+            "keys": list(keyed.keys()),
+            "length_per_key": list(keyed.length_per_key()),
+            "key_dim": keyed.key_dim(),
+            "values": keyed.values(),
+        }
+    cls = _loaded("torchrec.sparse.jagged_tensor", "JaggedTensor")
+    jagged: Any = value
     if is_jagged(value):
-        jagged: Any = value
-        found = {"values": jagged.values(), "lengths": jagged.lengths()}
-        weights = jagged.weights_or_none()
-        return found if weights is None else {**found, "weights": weights}
-    return None
+        found = {"keys": list(jagged.keys()), "stride_per_key": list(jagged.stride_per_key())}
+        found["inverse_indices"] = jagged.inverse_indices_or_none()
+    elif cls is not None and isinstance(value, cls):
+        found = {"offsets": jagged.offsets()}
+    else:
+        return None
+    return {**found, "values": jagged.values(), "lengths": jagged.lengths(), "weights": jagged.weights_or_none()}
 
 
 def initialise(root: nn.Module, table: Table) -> None:

@@ -8,6 +8,7 @@ one check holds for equal, unequal and empty batches.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -332,6 +333,16 @@ class _Checker:
         self.expect(isinstance(columns, Columns) and columns.output is not None, "is not given the columns of one output")
         expected = self.lookups.outputs[columns.output]
         self.expect(module.output == expected, f"makes the output of '{module.output.node}' from the columns of '{expected.node}'")
+        dims = [self.lookups.lookup[name].dim for name in expected.lookups]
+        self.expect(module._dims == dims, f"offers columns of widths {module._dims[:8]}, the lookups make {dims[:8]}")
+        if expected.shape is None:
+            self.expect(len(expected.keys) == len(dims), f"offers {len(dims)} lookups under {len(expected.keys)} keys")
+        else:
+            fixed = math.prod(size for size in expected.shape if size != -1)
+            self.expect(
+                expected.shape.count(-1) == 1 and fixed > 0 and sum(dims) % fixed == 0,
+                f"gives {sum(dims)} columns the shape {expected.shape}, which does not hold them",
+            )
         self.outputs.append(columns.output)
         return None
 
