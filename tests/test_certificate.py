@@ -28,7 +28,8 @@ from dmt_compile.verify.layout import check_layout
 
 def replaced(program: TowerProgram, name: str, stage: Stage) -> TowerProgram:
     """The program with another stage under a name."""
-    program._dmt = dataclasses.replace(program._dmt, stages={**program.stages, name: stage})
+    stages = {**program.stages, name: stage}
+    program._dmt = dataclasses.replace(program._dmt, stages={True: stages, False: stages})
     return program
 
 
