@@ -153,6 +153,11 @@ class LookupSet:
             found[lookup.table].append(lookup)
         return {name: tuple(lookups) for name, lookups in found.items()}
 
+    @cached_property
+    def bag_of(self) -> dict[tuple[int, str], int]:
+        """The place of each (source, feature) among the bags of a batch: each once, as the lookups first name them."""
+        return {entry: index for index, entry in enumerate(dict.fromkeys((x.source, x.feature) for x in self.lookups))}
+
     @property
     def width(self) -> int:
         """Pooled columns per sample, over all lookups."""

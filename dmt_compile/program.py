@@ -200,8 +200,8 @@ class TowerProgram(nn.Module):
             PlanError: no stage of that name runs on ranks.
             VerificationError: the ranks do not agree on a collective.
         """
+        from .verify.cluster import simulate
         from .verify.deal import deal
-        from .verify.equivalence import simulate
 
         if stage not in self.stages:
             raise PlanError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")

@@ -63,15 +63,14 @@ class SplitTowers(GraphPass):
         first = calls[0]
         _move_before(draft.graph, first, [node for group in sources for node in group])
 
-        entries = list(dict.fromkeys((lookup.source, lookup.feature) for lookup in lookups.lookups))
-        entry_of = {entry: index for index, entry in enumerate(entries)}
+        entry_of = lookups.bag_of
         weighted = sorted({entry_of[x.source, x.feature] for x in lookups.lookups if x.weighted})
         with draft.placing(before=first, like=first, step="lookup"):
             ids = [
                 draft.call(f"ids_{i}", ReadIds(s), *group)
                 for i, (s, group) in enumerate(zip(lookups.sources, sources, strict=True))
             ]
-            bags = draft.call("bags", LocalBags(SelectIds(entries, weighted, (), lookups.sources)), *ids)
+            bags = draft.call("bags", LocalBags(SelectIds(list(entry_of), weighted, (), lookups.sources)), *ids)
             towers = []
             for index, tower in enumerate(plan.towers):
                 served = [lookups.lookup[name] for name in tower.features]

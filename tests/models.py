@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 
 from dmt_compile.graphs import clone_sharing_tensors, copy_graph, extras_of, graph_module_over
 from dmt_compile.stage import Stage
-from dmt_compile.verify.equivalence import simulate
+from dmt_compile.verify.cluster import simulate
 
 # Tensors here are tiny: more threads only wait for each other, many times longer when other tests run beside.
 torch.set_num_threads(1)

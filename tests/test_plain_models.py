@@ -17,9 +17,9 @@ from torch import nn
 from dmt_compile import Topology, TowerProgram, towerize
 from dmt_compile.graphs import clone_sharing_tensors
 from dmt_compile.topology import valid_tower_counts
+from dmt_compile.verify.cluster import simulate
 from dmt_compile.verify.compare import bits_differ
 from dmt_compile.verify.deal import deal_sizes
-from dmt_compile.verify.equivalence import simulate
 
 STAGES = ("towers", "classic", "sptt", "lowered")
 TOPOLOGIES = [(2, 3), (3, 2), (1, 4), (4, 1), (2, 1), (4, 2), (1, 1)]

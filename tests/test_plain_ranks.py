@@ -16,8 +16,8 @@ from ranks import Ranks
 from dmt_compile import Topology, TowerProgram, towerize
 from dmt_compile.graphs import clone_sharing_tensors, clone_with_parameters
 from dmt_compile.runtime.rank_module import RankModule
+from dmt_compile.verify.cluster import simulate
 from dmt_compile.verify.compare import bits_differ, furthest
-from dmt_compile.verify.equivalence import simulate
 
 pytestmark = pytest.mark.multi_rank
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ..errors import DmtError, VerificationError, at
+from ..runtime.base import RankContext
 from ..runtime.ids import BoundRoute
 from ..runtime.pooled import BoundExchange
-from ..stage import ALL_TO_ALL, PASS, WAIT, BoundGraph
+from ..stage import ALL_TO_ALL, PASS, WAIT, BoundGraph, Stage
 from ..topology import TowerGrid
 
 
@@ -42,10 +43,20 @@ class _Pending:
 _Steps = Generator[_Transfer, torch.Tensor, Any]
 
 
+Inputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def simulate(stage: Stage, inputs: Inputs, roots: Sequence[nn.Module], seed: int | None = None) -> list[Any]:
+    """Run a stage on all ranks in lock-step; ``roots`` are the module trees that the ranks read parameters from."""
+    topology = stage.plan.topology
+    programs = [stage.bind(RankContext(rank, root, topology)) for rank, root in enumerate(roots)]
+    return run_cluster(programs, stage.plan.grid, inputs, seed)
+
+
 def run_cluster(
     programs: Sequence[BoundGraph],
     grid: TowerGrid,
-    inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    inputs: Inputs,
     seed: int | None = None,
 ) -> list[Any]:
     """Run one program per rank, each on its own ``(args, kwargs)``; the outputs by rank.

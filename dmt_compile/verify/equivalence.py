@@ -12,28 +12,18 @@ from torch import nn
 
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import DmtError, InputError, VerificationError
-from ..graphs import clone_sharing_tensors, clone_with_parameters, extras_of
-from ..lookups import Lookup
-from ..runtime.base import RankContext
-from ..runtime.ids import Bag, LocalBags, MakeRequest
-from ..runtime.pooled import TowerLookups
+from ..graphs import clone_sharing_tensors, clone_with_parameters
+from ..runtime.ids import LocalBags, MakeRequest
 from ..stage import Stage
 from .certificate import Certificate, Check
-from .cluster import run_cluster
+from .cluster import Inputs, simulate
 from .compare import bits_differ, cancellation, excess, furthest, furthest_change, tensors_in, tolerance
+from .exact import exact_difference, refuse_other_reads
 from .layout import check_layout
-from .surgery import cut_at, cut_at_outputs, refuse_other_layers, whole, widened
+from .surgery import cut_at, refuse_other_layers
 
-Inputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Gradients = dict[str, torch.Tensor | None]
-
-
-def simulate(stage: Stage, inputs: Inputs, roots: Sequence[nn.Module], seed: int | None = None) -> list[Any]:
-    """Run a stage on all ranks in lock-step; ``roots`` are the module trees that the ranks read parameters from."""
-    topology = stage.plan.topology
-    programs = [stage.bind(RankContext(rank, root, topology)) for rank, root in enumerate(roots)]
-    return run_cluster(programs, stage.plan.grid, inputs, seed)
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -198,7 +188,7 @@ class Verifier:
     def _sums(self) -> dict[str, float]:
         """For every table, how many times the tolerance its most hit row needs."""
         lookups = self.flat.lookups
-        place = self._place_of_bags
+        place = lookups.bag_of
         ids: dict[str, list[torch.Tensor]] = {}
         for bags in self._bags:
             for lookup in lookups.lookups:
@@ -208,12 +198,6 @@ class Verifier:
             hits = torch.cat(parts).unique(return_counts=True)[1]
             found[lookups.table[name].parameter] = excess(int(hits.max()) if hits.numel() else 0)
         return found
-
-    @cached_property
-    def _place_of_bags(self) -> dict[tuple[int, str], int]:
-        """The place of each (source, feature) among a rank's bags."""
-        entries = dict.fromkeys((lookup.source, lookup.feature) for lookup in self.flat.lookups.lookups)
-        return {entry: index for index, entry in enumerate(entries)}
 
     def training(self, steps: int, optimizer: OptimizerFactory) -> tuple[bool, str]:
         """Parameters after optimizer steps against the flat model's."""
@@ -320,137 +304,20 @@ class Verifier:
         """
         for name in ("towers", "lowered"):
             refuse_other_layers(self.stages[name], self.flat)
-            self._refuse_other_reads(self.stages[name])
-            difference = self._exact(name)
+            refuse_other_reads(self.stages[name])
+            difference = exact_difference(self.stages[name], self.inputs, self._bags, self.seed)
             if difference is not None:
                 return False, f"stage {name}: {difference}"
         return True, f"{len(self.flat.lookups.tables)} tables, stages towers and lowered"
-
-    @staticmethod
-    def _refuse_other_reads(stage: Stage) -> None:
-        """What is called on one device is not bound to a rank: its tables must be the ones that binding would find."""
-        for name, module in extras_of(stage.graph_module).items():
-            if isinstance(module, TowerLookups):
-                bound: Any = module.bind(RankContext(0, stage.root, stage.plan.topology))
-                for mine, own in zip(module._reader._reads, bound._reader._reads, strict=True):
-                    if mine != own:
-                        raise VerificationError(
-                            f"stage '{stage.name}': 'dmt.{name}' reads '{mine[0].name}' from another table than '{own[0].table}'"
-                        )
-
-    def _exact(self, stage: str) -> str | None:
-        """Run a stage's lookups on whole numbers, and say what differs.
-
-        Cotangents are multiples of the world size and, for mean pooling, of the bag's length, so that the divisions on the way
-        back leave whole numbers; mean-pooled bags whose length is no power of two get zero, because the kernel multiplies by
-        1 / length, which is exact for those only. The reference is one plain ``embedding_bag`` per lookup and rank. Zero has no
-        sign here: it depends on how many zeros were added up.
-        """
-        root = clone_with_parameters(self.flat.root)
-        generator = torch.Generator().manual_seed(self.seed)
-        lookups = self.flat.lookups
-        places = _places(root)
-        weights: dict[str, nn.Parameter] = {}
-        for table in lookups.tables:
-            values = torch.randint(-4, 5, (table.rows, table.dim), generator=generator).double()
-            old = root.get_parameter(table.parameter)
-            weights[table.name] = nn.Parameter(values.to(old.device))
-            for module, attribute in places[id(old)]:
-                setattr(module, attribute, weights[table.name])
-        roots = [clone_sharing_tensors(root, copy_buffers=True) for _ in range(self.world)]
-        found = simulate(widened(cut_at_outputs(self.stages[stage])), self.inputs, roots, self.seed)
-        place = self._place_of_bags
-        reference = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
-        widths = [sum(lookups.lookup[name].dim for name in output.lookups) for output in lookups.outputs]
-        mine: list[torch.Tensor] = []
-        theirs: list[torch.Tensor] = []
-        for rank in range(self.world):
-            start = dict.fromkeys(range(len(lookups.outputs)), 0)
-            columns = [_columns(output) for output in found[rank]]
-            for lookup in lookups.lookups:
-                bag = self._bags[rank][place[lookup.source, lookup.feature]]
-                pooled = _plainly(lookup, reference[lookup.table], bag)
-                first = start[lookup.output]
-                if columns[lookup.output].numel() != len(pooled) * widths[lookup.output]:
-                    return f"'{lookups.outputs[lookup.output].node}' on rank {rank} has another number of values"
-                column = columns[lookup.output].reshape(len(pooled), widths[lookup.output])
-                column = column[:, first : first + lookup.dim]
-                start[lookup.output] += lookup.dim
-                difference = bits_differ(column + 0.0, pooled + 0.0)
-                if difference is not None:
-                    return f"pooled '{lookup.name}' on rank {rank}: {difference}"
-                cotangent = torch.randint(-4, 5, pooled.shape, generator=generator).double().to(pooled.device) * self.world
-                if lookup.pooling == "mean":
-                    lengths = _counted(bag, lookup.padding_idx)
-                    cotangent = cotangent * (lengths * ((lengths & (lengths - 1)) == 0)).unsqueeze(1)
-                mine.append((column * cotangent).sum())
-                theirs.append((pooled * cotangent).sum())
-        if not any(term.requires_grad for term in mine):
-            return "nothing that the lookups return depends on a table"
-        # On ranks the division by the world size is in the graph.
-        (torch.stack(mine).sum() / (self.world if stage == "towers" else 1)).backward()
-        (torch.stack(theirs).sum() / self.world).backward()
-        for name, weight in weights.items():
-            difference = bits_differ(_or_zeros(weight) + 0.0, _or_zeros(reference[name]) + 0.0)
-            if difference is not None:
-                return f"gradient of table '{name}': {difference}"
-        return None
-
-
-def _columns(output: Any) -> torch.Tensor:
-    """The columns of what a lookup returns."""
-    parts = torchrec_adapter.parts_of(output)
-    columns: torch.Tensor = output if parts is None else parts["values"]
-    return columns
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.to_dense() if x.is_sparse else x
 
 
-def _plainly(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
-    """A lookup in one call of torch.nn.functional, (B, dim)."""
-    values, offsets = bag.values.long(), bag.offsets.long()
-    if lookup.pooling == "rows":
-        return nn.functional.embedding(values, weight, lookup.padding_idx).reshape(len(offsets) - 1, lookup.dim)
-    return nn.functional.embedding_bag(
-        values,
-        weight,
-        offsets,
-        mode=lookup.pooling,
-        include_last_offset=True,
-        per_sample_weights=whole(bag.weights) if bag.weights is not None and lookup.weighted else None,
-        padding_idx=lookup.padding_idx,
-    )
-
-
-def _counted(bag: Bag, padding_idx: int | None) -> torch.Tensor:
-    """How many ids of each bag a mean divides by."""
-    if padding_idx is None:
-        return bag.offsets.diff()
-    kept = nn.functional.pad((bag.values != padding_idx).long().cumsum(0), (1, 0))
-    return kept[bag.offsets.long()].diff()
-
-
 _EXCHANGING = ("classic", "sptt", "lowered")
-
-
-def _or_zeros(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return _dense(parameter.grad)
 
 
 def _state(root: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from root.named_parameters()
     yield from root.named_buffers()
-
-
-def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Every (module, attribute) under which each parameter, by identity, is registered."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for name, value in module._parameters.items():
-            if value is not None:
-                places.setdefault(id(value), []).append((module, name))
-    return places
