@@ -312,6 +312,8 @@ def _check_model(model: object) -> None:
             f"the model is already wrapped in {type(model).__name__}: pass the module inside it (model.module); "
             "program.distribute() synchronises the dense gradients itself"
         )
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise CaptureError("the model is the result of torch.compile: pass the module it was made from (model._orig_mod)")
     torchrec_adapter.check_model(model)
     if torchrec_adapter.has_hooks(model) or type(model).__call__ is not nn.Module.__call__:
         raise CaptureError(

@@ -197,3 +197,8 @@ def test_integer_tables_may_be_looked_at() -> None:
             return out
 
     assert towerize(Tabled(), GRID).verify(models.jagged(("x", "y"), 6)).passed
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(CaptureError, match="model._orig_mod"):
+        towerize(torch.compile(models.Net(), backend="eager"), GRID)
