@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dmt_compile import Topology
-from dmt_compile.adapters import torchrec as torchrec_adapter
+from dmt_compile.analysis import analyse
 from dmt_compile.capture import capture
 from dmt_compile.partition import make_plan
 from dmt_compile.passes.pipeline import PIPELINE
@@ -45,7 +45,7 @@ def _steps(tables: int, hosts: int) -> dict[str, float]:
 
     model = Wide(tables, 100, 8, "by feature")
     captured = timed("capture", lambda: capture(model))
-    lookups = timed("find lookups", lambda: torchrec_adapter.find_lookups(captured.flat))
+    lookups = timed("find lookups", lambda: analyse(captured, None))[captured.root.training].lookups
     plan = timed("plan", lambda: make_plan(lookups, Topology(hosts, 8)))
     stage = Stage("flat", captured.flat, captured.root, lookups, plan)
     for graph_pass in PIPELINE:

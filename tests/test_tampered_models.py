@@ -200,5 +200,5 @@ def test_integer_tables_may_be_looked_at() -> None:
 
 
 def test_a_compiled_model_is_refused() -> None:
-    with pytest.raises(CaptureError, match="model._orig_mod"):
+    with pytest.raises(CaptureError, match=r"model\._orig_mod"):
         towerize(torch.compile(models.Net(), backend="eager"), GRID)
