@@ -57,9 +57,7 @@ def main() -> None:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
         world = dist.get_world_size()
-        topology = (
-            dmt_compile.Topology(options.hosts, world // options.hosts) if options.hosts else dmt_compile.Topology.from_env()
-        )
+        topology = dmt_compile.Topology(options.hosts, world // options.hosts) if options.hosts else dmt_compile.Topology.from_env()
         program = dmt_compile.towerize(flat_model(device), topology)
         module = program.distribute()
         tables, dense = list(module.table_parameters()), list(module.dense_parameters())
