@@ -463,7 +463,7 @@ def test_numbers_and_sizes() -> None:
 
 
 def test_places_are_short() -> None:
-    assert place("/home/user/work/models/dlrm.py:102") == "models/dlrm.py:102"
+    assert place("/home/user/code/models/dlrm.py:102") == "models/dlrm.py:102"
     assert place("C:\\work\\models\\dlrm.py:7") == "models/dlrm.py:7"
     assert place("/a/a_very_long_directory_name/a_long_model.py:1234") == "a_long_model.py:1234"
     assert len(place(f"/a/{'long' * 20}.py:1234")) == 26 and place(f"/a/{'long' * 20}.py:1234").endswith(".py:1234")
