@@ -202,3 +202,27 @@ def test_integer_tables_may_be_looked_at() -> None:
 def test_a_compiled_model_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"model\._orig_mod"):
         towerize(torch.compile(models.Net(), backend="eager"), GRID)
+
+
+def test_a_plain_embedding_with_a_replaced_forward_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 3), nn.Softmax(dim=1))
+    other = nn.Embedding(10, 4)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = model, other
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.first(ids) @ self.second(ids).sum(dim=1)[:, :3].t()
+
+    def doubled(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, self.weight) * 2
+
+    model[0].forward = MethodType(doubled, model[0])
+    given = torch.randint(0, 10, (6, 2))
+    whole = Two()
+    program = towerize(whole, GRID, example_inputs=(given,))
+    assert "forward was replaced" in program.replicated["first.0.weight"]
+    assert torch.equal(program(given), whole(given))
+    assert program.verify(given).passed

@@ -158,6 +158,8 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> _Cal
         unsupported = _BY_FREQUENCY if module.scale_grad_by_freq else None
         if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
             unsupported = "its module has a hook"
+        if "forward" in module.__dict__:
+            unsupported = "its module's forward was replaced"
     elif node.target in (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding):
         bound = _functional_arguments(node)
         held = bound.pop("weight", None)
