@@ -20,7 +20,7 @@ from torch import fx
 from dmt_compile.errors import PassError, at
 from dmt_compile.runtime.ids import RouteIds
 from dmt_compile.runtime.pooled import ExchangeRows, Pack
-from dmt_compile.stage import ALL_TO_ALL, WAIT, Stage
+from dmt_compile.stage import ALL_TO_ALL, STEP, WAIT, Stage
 from dmt_compile.verify.layout import check_layout
 
 from .base import Draft, GraphPass
@@ -60,7 +60,7 @@ def _lower_exchange(draft: Draft, node: fx.Node) -> None:
     rows, sizes = node.args
     axis = module.exchange.axis
     parts = module.parts()
-    with draft.placing(before=node, like=node, step=node.meta["dmt_step"]):
+    with draft.placing(before=node, like=node, step=node.meta[STEP]):
         packed = draft.call(f"{axis}_pack", parts["pack"], rows)
         out_splits = draft.call(f"{axis}_out_splits", parts["out_splits"], sizes)
         in_splits = draft.call(f"{axis}_in_splits", parts["in_splits"], sizes)

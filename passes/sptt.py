@@ -14,6 +14,7 @@ from typing import ClassVar
 from torch import fx
 
 from dmt_compile.runtime.pooled import ExchangeRows, PeerPermute, RestoreColumns, Shuffle
+from dmt_compile.stage import PASS
 from dmt_compile.verify.layout import check_layout
 
 from .base import Draft, GraphPass
@@ -35,7 +36,7 @@ class Sptt(GraphPass):
         arrival = [[x.name for rank in tower.ranks for x in per_rank[rank]] for tower in plan.towers]
         for node in draft.calls(RestoreColumns):
             draft.extras[str(node.target).partition(".")[2]] = RestoreColumns(lookups, arrival)
-            node.meta = {**node.meta, "dmt_pass": self.name}
+            node.meta = {**node.meta, PASS: self.name}
 
 
 def _rewrite_exchange(draft: Draft, node: fx.Node) -> None:
