@@ -42,6 +42,37 @@ def test_clipping_is_the_flat_models(ranks: Ranks, norm_type: float) -> None:
     assert dense and all(torch.equal(found[0][1][name], gradients[name]) for name in dense for _, gradients in found)
 
 
+class _Sparse(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Embedding(6, 3, sparse=True), torch.nn.Embedding(5, 3)
+        self.top = torch.nn.Linear(6, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.first(ids[:, 0]), self.second(ids[:, 1])], dim=1))
+
+
+def _clipped_sparsely() -> tuple[float, dict[str, torch.Tensor]]:
+    ids = torch.arange(40).view(20, 2) % 5
+    module = dmt_compile.towerize(_Sparse(), Topology(2, 2), example_inputs=(ids,)).distribute()
+    module(ids.split(5)[torch.distributed.get_rank()]).mean().backward()
+    norm = module.clip_grad_norm_(0.01)
+    return float(norm), {name: p.grad.to_dense() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def test_sparse_gradients_are_clipped_with_the_rest(ranks: Ranks) -> None:
+    ids = torch.arange(40).view(20, 2) % 5
+    model = _Sparse()
+    model.first.sparse = False
+    model(ids).mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for theirs, gradients in ranks(4, _clipped_sparsely):
+        assert theirs == pytest.approx(float(norm), rel=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+
+
 def _checkpointed(early_stop: bool) -> bool:
     rank = torch.distributed.get_rank()
     module = dmt_compile.towerize(build(NAME), Topology(2, 2)).distribute()

@@ -116,8 +116,7 @@ class RankModule(nn.Module):
         dense gradients by another factor on every rank.
         """
         tables, dense = list(self.table_parameters()), list(self.dense_parameters())
-        own = [p.grad for p in tables if p.grad is not None]
-        shared = [p.grad for p in dense if p.grad is not None]
+        own, shared = _gradients(tables), _gradients(dense)
         device = self._context.device
         norms = torch.zeros(dist.get_world_size(self._group), dtype=torch.float32, device=device)
         norms[self.rank] = nn.utils.get_total_norm(own, norm_type) if own else 0.0
@@ -220,6 +219,18 @@ class RankModule(nn.Module):
             "a RankModule lives in its process groups and cannot be copied or pickled: save state_dict() or full_state_dict(), "
             "and copy the TowerProgram it came from"
         )
+
+
+def _gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """What a norm is taken of; sparse gradients are coalesced, because a row that stands in them twice counts once, as its sum."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            found.append(parameter.grad.values())
+        elif parameter.grad is not None:
+            found.append(parameter.grad)
+    return found
 
 
 def _is_lost_connection(error: Exception) -> bool:
