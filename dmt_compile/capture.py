@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from . import capture_symbolic
-from .adapters import plain
+from .adapters import plain_calls
 from .adapters import torchrec as torchrec_adapter
 from .errors import CaptureError, source_location
 from .graphs import EXTRAS, clone_sharing_tensors, graph_module_over
@@ -113,7 +113,7 @@ def _takes_what_is_given(captured: Captured, inputs: _Inputs | None) -> bool:
 def _hides_a_lookup(captured: Captured, inputs: _Inputs | None) -> bool:
     """Whether a plain lookup stands in a submodule that was kept whole."""
     leaves = [captured.root.get_submodule(path) for path in captured.leaves]
-    if any(plain.holds_lookup(leaf) for leaf in leaves):
+    if any(plain_calls.holds_lookup(leaf) for leaf in leaves):
         return True
     inside = {id(parameter) for leaf in leaves for parameter in leaf.parameters()}
     if not inside or inputs is None:
@@ -298,7 +298,7 @@ def _innermost_without_lookup(node: fx.Node, traced: _Traced, whole: Mapping[str
 
 def _holds_lookup(path: str, traced: _Traced) -> bool:
     module = traced.root.get_submodule(path)
-    if torchrec_adapter.holds_collection(module) or plain.holds_lookup(module):
+    if torchrec_adapter.holds_collection(module) or plain_calls.holds_lookup(module):
         return True
     functional = (node for node in traced.graph.nodes if node.target in _LOOKUPS)
     return any(path == inner for node in functional for inner, _ in node.meta.get("nn_module_stack", {}).values())

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from .lookups import Unit
 from .topology import Topology, TowerGrid
 
 Axis = Literal["world", "tower", "peer"]
@@ -56,13 +57,17 @@ class Exchange:
 
     ``axis`` names the process group: "world" (classic scheme), "tower" (step d) or "peer" (step g). ``widths`` holds the
     number of pooled columns that each rank's tables make, ``itemsize`` the bytes of one value. A rank cuts its rows into one
-    run per member of its group and sends every run with all its columns; all sizes may differ.
+    run per member of its group and sends every run with all its columns; all sizes may differ. ``unit`` is what a row belongs to,
+    ``round`` the number of the round of exchanges, of ``rounds``.
     """
 
     axis: Axis
     grid: TowerGrid
     widths: tuple[int, ...]
     itemsize: int = 4
+    unit: Unit = "sample"
+    round: int = 0
+    rounds: int = 1
 
     def members(self, rank: int) -> Sequence[int]:
         """The ranks of ``rank``'s group, in group order."""
@@ -142,13 +147,16 @@ class IdExchange:
     """Step a: every rank sends each rank the ids of the features whose tables that rank owns.
 
     All ranks list the features alike, ordered by destination: rank r gets a run of ``features_per_rank[r]`` features, of
-    which those at the places ``weighted_per_rank[r]`` inside the run come with weights. Ids travel as ``id_dtype``.
+    which those at the places ``weighted_per_rank[r]`` inside the run come with weights. Ids travel as ``id_dtype``. ``unit`` and
+    ``round`` are those of the :class:`Exchange` that brings the rows back.
     """
 
     world_size: int
     features_per_rank: tuple[int, ...]
     weighted_per_rank: tuple[tuple[int, ...], ...]
     id_dtype: torch.dtype
+    unit: Unit = "sample"
+    round: int = 0
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -13,13 +13,16 @@ Pooling = Literal["sum", "mean", "max", "rows"]
 
 Form = Literal["keyed", "fixed", "offsets"]
 
+Unit = Literal["sample", "id", "bag"]
+
 
 @dataclass(frozen=True)
 class Table:
     """One embedding table: ``rows`` x ``dim`` values of ``dtype``.
 
     ``name`` is unique in the model and is what plans use. ``parameter`` is the full name of the weight in the model's
-    state dict.
+    state dict. A parameter that holds the tables of several features is several tables here, each a run of its rows that begins
+    at row ``start``; ids then count from the parameter's first row, as in the model.
     """
 
     name: str
@@ -27,6 +30,12 @@ class Table:
     rows: int
     dim: int
     dtype: torch.dtype
+    start: int = 0
+
+    @property
+    def end(self) -> int:
+        """The row behind the table's last one."""
+        return self.start + self.rows
 
     @property
     def bytes(self) -> int:
@@ -40,9 +49,15 @@ class IdSource:
     ``label`` is what errors call it: the user's expression where that is known. ``form`` says how the ids are laid out:
 
     - "keyed": a KeyedJaggedTensor;
-    - "fixed": a tensor with ``count`` ids per sample, of ``shape`` (-1 for the dimension that grows with the batch); ``extra``
-      may name a tensor of as many weights;
+    - "fixed": a tensor of ``shape`` with ``count`` ids of each feature per sample (in the shape -1 is the dimension that grows with
+      the batch, None one of any size); its last dimension lists the features, if there are several; ``extra`` may name a tensor of
+      as many weights;
     - "offsets": a 1-D tensor of ids; ``extra`` names its offsets, and then its weights if it is ``weighted``.
+
+    A lookup makes one row of columns per ``unit``. That is the batch's sample, wherever the number of ids, or of bags, of a batch
+    follows from the number of its samples; elsewhere it is the "id" or the "bag". A fixed source whose unit is no sample has
+    ``count`` 1. Lookups of other units, and those whose ids are computed from the result of others, are served in a ``round`` of
+    exchanges of their own. Where ids count from the end if they are negative, ``wraps`` is the number of rows.
     """
 
     node: str
@@ -53,7 +68,10 @@ class IdSource:
     count: int = 0
     extra: tuple[str, ...] = ()
     include_last_offset: bool = False
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | None, ...] = ()
+    unit: Unit = "sample"
+    round: int = 0
+    wraps: int = 0
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -105,7 +123,8 @@ class LookupOutput:
     """A graph node that yields pooled columns, and the lookups whose columns it holds, in its own order.
 
     ``keys`` are the names under which the node offers the columns; ``location`` is the user's file:line. ``shape`` is that of
-    a plain tensor output, -1 in the place of the dimension that grows with the batch; None for a KeyedTensor.
+    a plain tensor output, -1 in the place of the dimension that grows with the batch; None for a KeyedTensor. Where it has no
+    fixed shape, it is that of the value of node ``like``, and the columns are its last dimension.
     """
 
     node: str
@@ -113,6 +132,7 @@ class LookupOutput:
     lookups: tuple[str, ...]
     location: str | None
     shape: tuple[int, ...] | None = None
+    like: str | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +172,38 @@ class LookupSet:
         for lookup in self.lookups:
             found[lookup.table].append(lookup)
         return {name: tuple(lookups) for name, lookups in found.items()}
+
+    @cached_property
+    def shards(self) -> dict[str, tuple[Table, ...]]:
+        """By parameter, the tables that it holds, in the order of their rows."""
+        found: dict[str, list[Table]] = {}
+        for table in sorted(self.tables, key=lambda table: table.start):
+            found.setdefault(table.parameter, []).append(table)
+        return {table.parameter: tuple(found[table.parameter]) for table in self.tables}
+
+    @cached_property
+    def rounds(self) -> tuple[LookupSet, ...]:
+        """The lookups of each round of exchanges, in order, with their own sources and outputs; all tables are in every round."""
+        numbers = sorted({source.round for source in self.sources})
+        if len(numbers) == 1:
+            return (self,)
+        return tuple(self._of_round(number) for number in numbers)
+
+    def _of_round(self, number: int) -> LookupSet:
+        sources = [index for index, source in enumerate(self.sources) if source.round == number]
+        lookups = [lookup for lookup in self.lookups if lookup.source in sources]
+        outputs = list(dict.fromkeys(lookup.output for lookup in lookups))
+        return LookupSet(
+            self.tables,
+            tuple(self.sources[index] for index in sources),
+            tuple(replace(x, source=sources.index(x.source), output=outputs.index(x.output)) for x in lookups),
+            tuple(self.outputs[index] for index in outputs),
+        )
+
+    @property
+    def unit(self) -> Unit:
+        """What a row of columns belongs to; the same for all lookups of a round."""
+        return self.sources[0].unit
 
     @cached_property
     def bag_of(self) -> dict[tuple[int, str], int]:

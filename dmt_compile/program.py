@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from .analysis import Analysis, ExampleInputs, analyse, split_inputs
+from .analysis import Analysis, analyse
 from .capture import Captured, capture
 from .errors import PlanError
 from .graphs import clone_sharing_tensors, copy_graph, extras_of, graph_module_over
 from .lookups import LookupSet
+from .observe import ExampleInputs, split_inputs
 from .partition import make_plan
 from .plan import TowerPlan
 from .stage import Stage
@@ -183,13 +184,15 @@ class TowerProgram(nn.Module):
         """
         import torch
 
-        from .verify.deal import deal
+        from .verify.deal import batch_size, deal
         from .verify.equivalence import Verifier, default_optimizer
 
         # The caller may have switched gradients off.
         with torch.inference_mode(False), torch.enable_grad():
-            inputs = deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout)
-            return Verifier(self.stages, inputs, seed).certify(steps, optimizer or default_optimizer)
+            layout = self._dmt.analysis.layout
+            inputs = deal(args, kwargs, self.topology.world_size, layout)
+            verifier = Verifier(self.stages, inputs, [batch_size(*own, layout) for own in inputs], seed)
+            return verifier.certify(steps, optimizer or default_optimizer)
 
     def simulate(self, *args: Any, stage: str = "lowered", **kwargs: Any) -> list[Any]:
         """Run a stage on all ranks in lock-step in this process; the outputs by rank.

@@ -26,6 +26,7 @@ class Draft:
         self.extras = extras_of(stage.graph_module)
         self.pass_name = pass_name
         self._step = ""
+        self._prefix = ""
         self._like: fx.Node | None = None
 
     def module(self, node: fx.Node) -> nn.Module:
@@ -40,24 +41,28 @@ class Draft:
         return [n for n in self.graph.nodes if n.op == "call_module" and isinstance(self.module(n), kind)]
 
     @contextmanager
-    def placing(self, before: fx.Node, like: fx.Node, step: str) -> Iterator[None]:
-        """Insert before a node; new nodes take the user's line from ``like`` and note which step they implement."""
-        previous = self._step, self._like
-        self._step, self._like = step, like
+    def placing(self, before: fx.Node, like: fx.Node, step: str, round: int = 0) -> Iterator[None]:
+        """Insert before a node; new nodes take the user's line from ``like`` and note which step they implement.
+
+        Nodes and modules of every ``round`` of exchanges but the first get its number into their names.
+        """
+        previous = self._step, self._like, self._prefix
+        self._step, self._like, self._prefix = step, like, f"round_{round}_" if round else ""
         try:
             with self.graph.inserting_before(before):
                 yield
         finally:
-            self._step, self._like = previous
+            self._step, self._like, self._prefix = previous
 
     def call(self, name: str, module: nn.Module, *args: Any) -> fx.Node:
         """Add ``module`` as ``dmt.<name>`` and a node of that name that calls it."""
+        name = self._prefix + name
         self.extras[name] = module
         return self._mark(self.graph.create_node("call_module", f"{EXTRAS}.{name}", args, {}, name=name))
 
     def function(self, name: str, target: Callable[..., Any], *args: Any) -> fx.Node:
         """Add a node that calls a function."""
-        return self._mark(self.graph.create_node("call_function", target, args, {}, name=name))
+        return self._mark(self.graph.create_node("call_function", target, args, {}, name=self._prefix + name))
 
     def _mark(self, node: fx.Node) -> fx.Node:
         node.meta[PASS] = self.pass_name

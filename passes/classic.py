@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import fx
 
 from dmt_compile.exchange import Exchange, IdExchange
+from dmt_compile.lookups import LookupSet
+from dmt_compile.plan import TowerPlan
 from dmt_compile.runtime.ids import LocalBags, RouteIds, SelectIds
-from dmt_compile.runtime.pooled import ExchangeRows, JoinColumns, RankLookups, RestoreColumns
-from dmt_compile.stage import Stage
+from dmt_compile.runtime.pooled import ExchangeRows, RankLookups, RestoreColumns
 from dmt_compile.verify.layout import check_layout
 
 from .base import Draft, GraphPass
@@ -31,63 +33,73 @@ class ClassicExchange(GraphPass):
     ensures = (check_layout,)
 
     def rewrite(self, draft: Draft) -> None:
-        lookups, plan = draft.stage.lookups, draft.stage.plan
-        (bags,) = draft.calls(LocalBags)
-        (columns,) = draft.calls(JoinColumns)
-        towers = list(columns.args)
-        per_rank = plan.lookups_of_rank(lookups)
-        select, route, bag_of = _routing(draft.stage)
-        dtype = lookups.exchange_dtype
-        widths = tuple(sum(x.dim for x in served) for served in per_rank)
-        exchange = Exchange("world", plan.grid, widths, dtype.itemsize)
-        ids = list(bags.args)
-        with draft.placing(before=bags, like=bags, step="a"):
-            routed = draft.call("route", RouteIds(select, route), *ids)
-            sizes = draft.function("batch_sizes", getattr, routed, "batch_sizes")
-        with draft.placing(before=bags, like=bags, step="b"):
-            pooled = draft.call("lookup", RankLookups(per_rank, bag_of, lookups.table, dtype), routed)
-        with draft.placing(before=bags, like=bags, step="exchange"):
-            received = draft.call("exchange_world", ExchangeRows(exchange), pooled, sizes)
-            arrival = [[x.name for x in served] for served in per_rank]
-            restored = draft.call("restore", RestoreColumns(lookups, arrival), received)
-        columns.replace_all_uses_with(restored)
-        draft.erase(columns)
-        for tower in reversed(towers):
-            draft.erase(tower)  # type: ignore[arg-type]
-        draft.erase(bags)
+        rounds = draft.stage.lookups.rounds
+        for bags in draft.calls(LocalBags):
+            module = draft.module(bags)
+            assert isinstance(module, LocalBags)
+            _exchange(draft, bags, module.round, rounds)
 
 
-def _routing(stage: Stage) -> tuple[SelectIds, IdExchange, list[list[int]]]:
+def _exchange(draft: Draft, bags: fx.Node, number: int, rounds: tuple[LookupSet, ...]) -> None:
+    """Replace the lookups of one round on one device by the owners' and an exchange."""
+    plan, lookups = draft.stage.plan, rounds[number]
+    towers = list(bags.users)
+    (columns,) = towers[0].users
+    per_rank = plan.lookups_of_rank(lookups)
+    select, route, bag_of = _routing(lookups, plan, number)
+    dtype = lookups.exchange_dtype
+    widths = tuple(sum(x.dim for x in served) for served in per_rank)
+    exchange = Exchange("world", plan.grid, widths, dtype.itemsize, lookups.unit, number, len(rounds))
+    ids = list(bags.args)
+    with draft.placing(before=bags, like=bags, step="a", round=number):
+        routed = draft.call("route", RouteIds(select, route), *ids)
+        sizes = draft.function("batch_sizes", getattr, routed, "batch_sizes")
+    with draft.placing(before=bags, like=bags, step="b", round=number):
+        pooled = draft.call("lookup", RankLookups(per_rank, bag_of, lookups.table, dtype), routed)
+    with draft.placing(before=bags, like=bags, step="exchange", round=number):
+        received = draft.call("exchange_world", ExchangeRows(exchange), pooled, sizes)
+        arrival = [[x.name for x in served] for served in per_rank]
+        restored = draft.call("restore", RestoreColumns(lookups, arrival), received)
+    columns.replace_all_uses_with(restored)
+    draft.erase(columns)
+    for tower in reversed(towers):
+        draft.erase(tower)
+    draft.erase(bags)
+
+
+def _routing(lookups: LookupSet, plan: TowerPlan, number: int) -> tuple[SelectIds, IdExchange, list[list[int]]]:
     """What every rank asks for, the record of the exchange, and per rank the bag that each of its lookups reads.
 
     A feature that two tables of one rank read travels to that rank once.
     """
-    lookups, plan = stage.lookups, stage.plan
     entries: list[tuple[int, str]] = []
     weighted: list[int] = []
-    rows: list[int] = []
+    limits: list[tuple[int, int]] = []
     counts: list[int] = []
     weighted_per_rank: list[tuple[int, ...]] = []
     bag_of: list[list[int]] = []
     for served in plan.lookups_of_rank(lookups):
         place: dict[tuple[int, str], int] = {}
         needs_weights: set[int] = set()
-        limit: dict[int, int] = {}
+        limit: dict[int, tuple[int, int]] = {}
         places = []
         for lookup in served:
             index = place.setdefault((lookup.source, lookup.feature), len(place))
             places.append(index)
-            table_rows = lookups.table[lookup.table].rows
-            limit[index] = min(limit.get(index, table_rows), table_rows)
+            table = lookups.table[lookup.table]
+            low, high = limit.get(index, (table.start, table.end))
+            limit[index] = (max(low, table.start), min(high, table.end))
             if lookup.weighted:
                 needs_weights.add(index)
         weighted.extend(len(entries) + index for index in sorted(needs_weights))
         weighted_per_rank.append(tuple(sorted(needs_weights)))
-        rows.extend(limit[index] for index in range(len(place)))
+        limits.extend(limit[index] for index in range(len(place)))
         entries.extend(place)
         counts.append(len(place))
         bag_of.append(places)
     # Ids are checked against their table before they travel, so the narrower type loses nothing.
-    narrow = max(table.rows for table in lookups.tables) <= torch.iinfo(torch.int32).max
-    exchange = IdExchange(plan.topology.world_size, tuple(counts), tuple(weighted_per_rank), torch.int32 if narrow else torch.int64)
-    return SelectIds(entries, weighted, rows, lookups.sources), exchange, bag_of
+    narrow = max(table.end for table in lookups.tables) <= torch.iinfo(torch.int32).max
+    id_dtype = torch.int32 if narrow else torch.int64
+    world = plan.topology.world_size
+    exchange = IdExchange(world, tuple(counts), tuple(weighted_per_rank), id_dtype, lookups.unit, number)
+    return SelectIds(entries, weighted, limits, lookups.sources), exchange, bag_of

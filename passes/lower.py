@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from dmt_compile.errors import PassError, at
-from dmt_compile.runtime.ids import RouteIds
-from dmt_compile.runtime.pooled import ExchangeRows, Pack
+from dmt_compile.runtime.ids import CountIds, RouteIds
+from dmt_compile.runtime.pooled import ExchangeRows, Pack, Unpack
 from dmt_compile.stage import ALL_TO_ALL, STEP, WAIT, Stage
 from dmt_compile.verify.layout import check_layout
 
@@ -47,6 +47,19 @@ class Lower(GraphPass):
         for node in draft.calls(ExchangeRows):
             _lower_exchange(draft, node)
         _overlap(draft)
+        _mark_reopening(draft)
+
+
+def _mark_reopening(draft: Draft) -> None:
+    """Say to the end of an exchange that the next collective begins another round, where it does."""
+    following: fx.Node | None = None
+    for node in reversed(draft.graph.nodes):
+        if node.target is ALL_TO_ALL:
+            following = node
+        elif following is not None and node.op == "call_module" and isinstance(module := draft.module(node), Unpack):
+            payload = following.args[0]
+            assert isinstance(payload, fx.Node)
+            module.reopens = payload.op == "call_module" and isinstance(draft.module(payload), CountIds)
 
 
 def _transfer(draft: Draft, name: str, buffer: Any, out_splits: Any, in_splits: Any, axis: str) -> fx.Node:
@@ -60,7 +73,7 @@ def _lower_exchange(draft: Draft, node: fx.Node) -> None:
     rows, sizes = node.args
     axis = module.exchange.axis
     parts = module.parts()
-    with draft.placing(before=node, like=node, step=node.meta[STEP]):
+    with draft.placing(before=node, like=node, step=node.meta[STEP], round=module.exchange.round):
         packed = draft.call(f"{axis}_pack", parts["pack"], rows)
         out_splits = draft.call(f"{axis}_out_splits", parts["out_splits"], sizes)
         in_splits = draft.call(f"{axis}_in_splits", parts["in_splits"], sizes)
@@ -76,7 +89,7 @@ def _lower_route(draft: Draft, node: fx.Node) -> None:
     exchange, parts = module.exchange, module.parts()
     three = [3] * exchange.world_size
     kinds = ["lengths", "values"] + (["weights"] if exchange.carries_weights else [])
-    with draft.placing(before=node, like=node, step="a"):
+    with draft.placing(before=node, like=node, step="a", round=exchange.round):
         request = draft.call("request", parts["request"], *node.args)
         counts = draft.call("counts", parts["counts"], request)
         received = _transfer(draft, "counts", counts, three, three, "world")

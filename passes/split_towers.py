@@ -1,5 +1,7 @@
 """flat -> towers: one subgraph of lookups per tower, columns put back in declaration order.
 
+One such group of nodes for each round of exchanges.
+
 kt = ebc(kjt)                        ids_0   = dmt.ids_0(kjt)
                                      bags    = dmt.bags(ids_0, ...)
                            ==>       tower_0 = dmt.tower_0(bags)
@@ -11,12 +13,14 @@ kt = ebc(kjt)                        ids_0   = dmt.ids_0(kjt)
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from dmt_compile.errors import PassError, at
+from dmt_compile.lookups import LookupSet
 from dmt_compile.runtime.ids import LocalBags, ReadIds, SelectIds
 from dmt_compile.runtime.pooled import JoinColumns, MakeOutput, TowerLookups
 from dmt_compile.stage import Stage
@@ -24,19 +28,23 @@ from dmt_compile.stage import Stage
 from .base import Draft, GraphPass
 
 
-def ids_do_not_depend_on_lookups(stage: Stage) -> None:
-    """All ids must be known before the first lookup: one exchange of ids serves them all."""
-    calls = {output.node for output in stage.lookups.outputs}
-    sources = {name for source in stage.lookups.sources for name in source.nodes}
-    from_lookup: set[fx.Node] = set()
+def ids_do_not_depend_on_lookups_of_their_round(stage: Stage) -> None:
+    """All ids of a round must be known before its first lookup: one exchange of ids serves them all."""
+    lookups = stage.lookups
+    place = {source.round: number for number, source in enumerate(sorted(lookups.sources, key=lambda source: source.round))}
+    made_in = {lookups.outputs[x.output].node: place[lookups.sources[x.source].round] for x in lookups.lookups}
+    read_in = {name: place[source.round] for source in lookups.sources for name in source.nodes}
+    after: dict[fx.Node, int] = {}
     for node in stage.graph.nodes:
-        depends = any(used in from_lookup for used in node.all_input_nodes)
-        if node.name in sources and depends:
+        depends = max((after[used] for used in node.all_input_nodes if used in after), default=-1)
+        if depends >= read_in.get(node.name, depends + 1):
             raise PassError(
-                f"{at(node)} computes ids from the result of another lookup: all ids must be known before the first lookup"
+                f"{at(node)} computes ids from the result of another lookup of the same round of exchanges: all ids of a round "
+                "must be known before its first lookup"
             )
-        if node.name in calls or depends:
-            from_lookup.add(node)
+        known = max(depends, made_in.get(node.name, -1))
+        if known >= 0:
+            after[node] = known
 
 
 def no_flat_lookup_left(stage: Stage) -> None:
@@ -52,44 +60,54 @@ class SplitTowers(GraphPass):
     name: ClassVar[str] = "split-towers"
     takes: ClassVar[str] = "flat"
     makes: ClassVar[str] = "towers"
-    requires = (ids_do_not_depend_on_lookups,)
+    requires = (ids_do_not_depend_on_lookups_of_their_round,)
     ensures = (no_flat_lookup_left,)
 
     def rewrite(self, draft: Draft) -> None:
-        lookups, plan = draft.stage.lookups, draft.stage.plan
-        nodes = {node.name: node for node in draft.graph.nodes}
-        calls = [nodes[output.node] for output in lookups.outputs]
-        sources = [[nodes[name] for name in source.nodes] for source in lookups.sources]
-        first = calls[0]
-        _move_before(draft.graph, first, [node for group in sources for node in group])
+        made: dict[str, fx.Node] = {}
+        for number, lookups in enumerate(draft.stage.lookups.rounds):
+            made.update(_split(draft, number, lookups, made))
 
-        entry_of = lookups.bag_of
-        weighted = sorted({entry_of[x.source, x.feature] for x in lookups.lookups if x.weighted})
-        with draft.placing(before=first, like=first, step="lookup"):
-            ids = [
-                draft.call(f"ids_{i}", ReadIds(s), *group)
-                for i, (s, group) in enumerate(zip(lookups.sources, sources, strict=True))
-            ]
-            bags = draft.call("bags", LocalBags(SelectIds(list(entry_of), weighted, (), lookups.sources)), *ids)
-            towers = []
-            for index, tower in enumerate(plan.towers):
-                served = [lookups.lookup[name] for name in tower.features]
-                bag_of = [entry_of[x.source, x.feature] for x in served]
-                module = TowerLookups(draft.stage.root, index, served, lookups.table, bag_of)
-                towers.append(draft.call(f"tower_{index}", module, bags))
-            arrival = [name for tower in plan.towers for name in tower.features]
-            columns = draft.call("columns", JoinColumns(lookups, arrival), *towers)
-        for index, (output, call) in enumerate(zip(lookups.outputs, calls, strict=True)):
-            with draft.placing(before=first, like=call, step="lookup"):
-                part = draft.function(f"columns_{index}", operator.getitem, columns, index)
-                made = draft.call(f"output_{index}", MakeOutput(output, lookups), part)
-            call.replace_all_uses_with(made)
-        for call in reversed(calls):
-            weights = [used for used in call.all_input_nodes if used.op == "get_attr"]
-            draft.erase(call)
-            for weight in weights:
-                if not weight.users:
-                    draft.erase(weight)
+
+def _split(draft: Draft, number: int, lookups: LookupSet, made_before: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
+    """Replace the lookups of one round; the nodes that stand for them, by the name that each lookup's call had."""
+    plan = draft.stage.plan
+    nodes = {node.name: node for node in draft.graph.nodes} | dict(made_before)
+    calls = [nodes[output.node] for output in lookups.outputs]
+    sources = [[nodes[name] for name in source.nodes] for source in lookups.sources]
+    first = calls[0]
+    _move_before(draft.graph, first, [node for group in sources for node in group])
+
+    entry_of = lookups.bag_of
+    weighted = sorted({entry_of[x.source, x.feature] for x in lookups.lookups if x.weighted})
+    with draft.placing(before=first, like=first, step="lookup", round=number):
+        ids = [
+            draft.call(f"ids_{i}", ReadIds(s), *group) for i, (s, group) in enumerate(zip(lookups.sources, sources, strict=True))
+        ]
+        bags = draft.call("bags", LocalBags(SelectIds(list(entry_of), weighted, (), lookups.sources), number), *ids)
+        towers = []
+        for index, tower in enumerate(plan.towers):
+            served = [lookups.lookup[name] for name in tower.features if name in lookups.lookup]
+            bag_of = [entry_of[x.source, x.feature] for x in served]
+            module = TowerLookups(draft.stage.root, index, served, lookups.table, bag_of)
+            towers.append(draft.call(f"tower_{index}", module, bags))
+        arrival = [name for tower in plan.towers for name in tower.features if name in lookups.lookup]
+        columns = draft.call("columns", JoinColumns(lookups, arrival), *towers)
+    result = {}
+    for index, (output, call) in enumerate(zip(lookups.outputs, calls, strict=True)):
+        with draft.placing(before=first, like=call, step="lookup", round=number):
+            part = draft.function(f"columns_{index}", operator.getitem, columns, index)
+            shaped = [nodes[output.like]] if output.like is not None else []
+            made = draft.call(f"output_{index}", MakeOutput(output, lookups), part, *shaped)
+        call.replace_all_uses_with(made)
+        result[output.node] = made
+    for call in reversed(calls):
+        weights = [used for used in call.all_input_nodes if used.op == "get_attr"]
+        draft.erase(call)
+        for weight in weights:
+            if not weight.users:
+                draft.erase(weight)
+    return result
 
 
 def _move_before(graph: fx.Graph, anchor: fx.Node, sources: list[fx.Node]) -> None:

@@ -28,14 +28,16 @@ class Sptt(GraphPass):
     ensures = (check_layout,)
 
     def rewrite(self, draft: Draft) -> None:
-        lookups, plan = draft.stage.lookups, draft.stage.plan
+        plan = draft.stage.plan
         for node in draft.calls(ExchangeRows):
             _rewrite_exchange(draft, node)
         # Columns now arrive tower by tower, each tower's ranks side by side.
-        per_rank = plan.lookups_of_rank(lookups)
-        arrival = [[x.name for rank in tower.ranks for x in per_rank[rank]] for tower in plan.towers]
         for node in draft.calls(RestoreColumns):
-            draft.extras[str(node.target).partition(".")[2]] = RestoreColumns(lookups, arrival)
+            module = draft.module(node)
+            assert isinstance(module, RestoreColumns)
+            per_rank = plan.lookups_of_rank(module.lookups)
+            arrival = [[x.name for rank in tower.ranks for x in per_rank[rank]] for tower in plan.towers]
+            draft.extras[str(node.target).partition(".")[2]] = RestoreColumns(module.lookups, arrival)
             node.meta = {**node.meta, PASS: self.name}
 
 
@@ -45,13 +47,13 @@ def _rewrite_exchange(draft: Draft, node: fx.Node) -> None:
     exchange = module.exchange
     pooled, sizes = node.args
     inside = replace(exchange, axis="tower")
-    with draft.placing(before=node, like=node, step="c"):
+    with draft.placing(before=node, like=node, step="c", round=exchange.round):
         permuted = draft.call("permute", PeerPermute(inside.source(0).rows), pooled, sizes)
-    with draft.placing(before=node, like=node, step="d"):
+    with draft.placing(before=node, like=node, step="d", round=exchange.round):
         tower = draft.call("exchange_tower", ExchangeRows(inside), permuted, sizes)
-    with draft.placing(before=node, like=node, step="e"):
+    with draft.placing(before=node, like=node, step="e", round=exchange.round):
         shuffled = draft.call("shuffle", Shuffle(), tower)
-    with draft.placing(before=node, like=node, step="g"):
+    with draft.placing(before=node, like=node, step="g", round=exchange.round):
         received = draft.call("exchange_peer", ExchangeRows(replace(exchange, axis="peer")), shuffled, sizes)
     node.replace_all_uses_with(received)
     draft.erase(node)

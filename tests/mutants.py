@@ -204,7 +204,7 @@ def ids_to_the_wrong_rank(m: Mutant) -> None:
     def change(select: SelectIds, exchange: Any) -> tuple[SelectIds, Any]:
         shift = exchange.starts[1]
         entries = select.entries[shift:] + select.entries[:shift]
-        return SelectIds(entries, select.weighted, (ROWS,) * len(entries), select.sources), exchange
+        return SelectIds(entries, select.weighted, ((0, ROWS),) * len(entries), select.sources), exchange
 
     _select(m, change)
 

@@ -414,7 +414,7 @@ def test_many_tables_take_time_in_proportion() -> None:
     def seconds(count: int) -> float:
         model = PooledOnly(*(table(f"t{i}", [f"x{i}"], 1, rows=3) for i in range(count)))
         program, batch = towerize(model, Topology(2, 2)), jagged([f"x{i}" for i in range(count)], 4, rows=3)
-        verifier = Verifier(program.stages, [((part,), {}) for part in batch_of(batch)], 0)
+        verifier = Verifier(program.stages, [((part,), {}) for part in batch_of(batch)], (1, 1, 1, 1), 0)
         start = time.process_time()
         assert verifier.exact_gradients()[0]
         return time.process_time() - start

@@ -195,7 +195,7 @@ class TestTheChecksCanFail:
 
         def scaled(self: RankLookups, routed: Any) -> torch.Tensor:
             rows = forward(self, routed)
-            if self._reader is not None and any(x.table == "t3" for x, *_ in self._reader._reads) and rows.requires_grad:
+            if self._reader is not None and any(read.lookup.table == "t3" for read in self._reader.reads) and rows.requires_grad:
                 rows.register_hook(lambda grad: grad * scale)
             return rows
 

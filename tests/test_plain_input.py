@@ -148,11 +148,13 @@ def test_example_inputs_change_nothing() -> None:
 
 
 def test_meta_device() -> None:
-    """Tables without values can be planned; ids may have values, and must where offsets cut them."""
-    for name in ("functional", "one table"):
-        example = tuple(x.to("meta") for x in CASES[name].example())
-        planned = towerize(CASES[name].build().to("meta"), GRID, example_inputs=example)
-        assert planned.plan == program(name).plan
+    """Tables without values can be planned; ids may have values, and must where offsets cut them or tell fields apart."""
+    example = tuple(x.to("meta") for x in CASES["functional"].example())
+    planned = towerize(CASES["functional"].build().to("meta"), GRID, example_inputs=example)
+    assert planned.plan == program("functional").plan
+    example = tuple(x.to("meta") for x in CASES["one table"].example())
+    planned = towerize(CASES["one table"].build().to("meta"), GRID, example_inputs=example)
+    assert set(planned.lookups.table) == {"embedding", "bias"}
     model = CASES["offsets"].build().to("meta")
     assert towerize(model, GRID, example_inputs=CASES["offsets"].example()).plan == program("offsets").plan
     with pytest.raises(InputError, match="offsets starts are on the meta device"):
@@ -214,7 +216,6 @@ def test_one_reason_for_one_table() -> None:
     assert reasons == {
         "scaled.weight": "it uses scale_grad_by_freq, so its gradient depends on which samples are on one rank",
         "position.weight": "its ids are of shape (3,) for any number of samples",
-        "second.weight": "its ids or weights are computed from another lookup",
         "tied.weight": "it is also used as a weight here",
     }
     for reason in program("refusing").replicated.values():

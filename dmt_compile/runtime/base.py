@@ -43,7 +43,8 @@ class RankContext:
     ``sums_in_backward`` tells whether this step's backward is to average dense gradients over the ranks, ``open`` whether the
     engine that does so awaits a backward. ``device`` and ``weight_dtype`` are what ids and their weights must have, None where
     nothing is demanded. ``foreign`` are the state-dict keys of other ranks' tables, ``aliases`` maps further keys of a table to
-    its first one.
+    its first one. ``bases`` says at which row of this rank's parameter a table begins, where that is not the row at which it begins
+    in the model's.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class RankContext:
     open: bool = False
     foreign: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    bases: Mapping[str, int] = field(default_factory=dict)
 
 
 class Constant:

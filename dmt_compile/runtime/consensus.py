@@ -57,7 +57,7 @@ def _describe(stages: Mapping[bool, Stage], options: Mapping[str, bool]) -> dict
     plan = {key: value for key, value in json.loads(stage.plan.to_json()).items() if key != "partition"}
     return {
         "plan": plan,
-        "tables": {t.name: [t.rows, t.dim, str(t.dtype), weights[t.name].requires_grad] for t in stage.lookups.tables},
+        "tables": {t.name: [t.start, t.rows, t.dim, str(t.dtype), weights[t.name].requires_grad] for t in stage.lookups.tables},
         "lookups": [[x.name, x.table, x.pooling, x.weighted] for x in stage.lookups.lookups],
         "dense parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in dense.items()},
         "graph": _graph(stage),

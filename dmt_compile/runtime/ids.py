@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..adapters import plain as plain_adapter
+from ..adapters import plain_ids
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import DistributedError, InputError
 from ..exchange import IdExchange, split_traffic
@@ -80,14 +80,14 @@ class ReadIds(nn.Module):
     def forward(self, batch: Any, *extra: torch.Tensor) -> JaggedIds:
         if self.source.form == "keyed":
             return JaggedIds(*torchrec_adapter.read_ids(batch, self.source))
-        return JaggedIds(*plain_adapter.read_ids(batch, extra, self.source))
+        return JaggedIds(*plain_ids.read_ids(batch, extra, self.source))
 
 
 class SelectIds(nn.Module):
     """Pick ``entries`` (source number, feature), in that order, out of several id sources.
 
-    ``weighted`` are the positions of the entries whose weights are needed too. With ``rows`` (table rows per entry) ids are
-    checked to lie inside their table before they travel.
+    ``weighted`` are the positions of the entries whose weights are needed too. With ``limits`` (the first row of each entry's
+    table, and the one behind its last) ids are checked to lie inside their table before they travel.
 
     Raises:
         InputError: a feature is missing from the batch, sources disagree on the batch size, or an id is out of range.
@@ -97,15 +97,15 @@ class SelectIds(nn.Module):
         self,
         entries: Sequence[tuple[int, str]],
         weighted: Sequence[int],
-        rows: Sequence[int],
+        limits: Sequence[tuple[int, int]],
         sources: Sequence[IdSource],
     ) -> None:
         super().__init__()
         self.entries = tuple(entries)
         self.weighted = tuple(weighted)
-        self.rows = tuple(rows)
+        self.limits = tuple(limits)
         self.sources = tuple(sources)
-        self._limits = Constant(rows)
+        self._limits = tuple(Constant(ends) for ends in zip(*self.limits, strict=True)) if self.limits else ()
         self._known: tuple[list[list[str]], Constant, Constant] | None = None
 
     def positions(self, all_keys: list[list[str]]) -> tuple[Constant, Constant]:
@@ -156,16 +156,24 @@ class SelectIds(nn.Module):
 
     def check_range(self, request: IdRequest) -> None:
         """Refuse ids outside their table, naming the first feature that has one."""
-        rows = self._limits.on(request.values.device)
-        limits = torch.repeat_interleave(rows, request.lengths.sum(dim=1), output_size=request.values.numel())
-        bad = (request.values < 0) | (request.values >= limits)
+        counts = request.lengths.sum(dim=1)
+        first, behind = (
+            torch.repeat_interleave(ends.on(request.values.device), counts, output_size=request.values.numel())
+            for ends in self._limits
+        )
+        bad = (request.values < first) | (request.values >= behind)
         if bool(bad.any()):
             place = int(bad.nonzero()[0])
-            entry = int((request.lengths.sum(dim=1).cumsum(0) <= place).sum())
-            raise InputError(
-                f"feature '{self.entries[entry][1]}' has id {int(request.values[place])}, outside its table of "
-                f"{self.rows[entry]} rows"
-            )
+            entry = int((counts.cumsum(0) <= place).sum())
+            number, feature = self.entries[entry]
+            low, high = self.limits[entry]
+            what = f"feature '{feature}' has id {int(request.values[place])}, "
+            if low or (self.sources[number].form != "keyed" and len(self.sources[number].features) > 1):
+                raise InputError(
+                    f"{what}outside rows {low} to {high - 1} of its table, which example_inputs showed to be its own: correct the "
+                    "id, or compile with example_inputs that hold such ids"
+                )
+            raise InputError(f"{what}outside its table of {high} rows")
 
 
 def _stack(ids: Sequence[JaggedIds]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,11 +204,12 @@ def split_bags(values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tenso
 
 
 class LocalBags(nn.Module):
-    """All bags of the local batch, in declaration order, for lookups on one device."""
+    """All bags of one round of the local batch, in declaration order, for lookups on one device."""
 
-    def __init__(self, select: SelectIds) -> None:
+    def __init__(self, select: SelectIds, round: int = 0) -> None:
         super().__init__()
         self.select = select
+        self.round = round
 
     def forward(self, *ids: JaggedIds) -> list[Bag]:
         request = self.select(*ids)

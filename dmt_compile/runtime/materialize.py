@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,9 +12,15 @@ from ..adapters import torchrec as torchrec_adapter
 from ..errors import DistributedError
 from ..lookups import LookupSet
 
+Narrow = Callable[[Any], nn.Parameter]
+"""A whole parameter in, the part of it that a rank keeps out."""
 
-def materialize(root: nn.Module, lookups: LookupSet, device: torch.device) -> None:
+
+def materialize(root: nn.Module, lookups: LookupSet, device: torch.device, narrow: Mapping[int, Narrow]) -> None:
     """Allocate every meta tensor left in ``root`` on ``device`` and initialise it as its module's class does.
+
+    ``narrow`` says, by the identity of a meta parameter, what to keep of it: an initialisation may depend on the whole shape, so
+    the whole is there for as long as that takes.
 
     Raises:
         DistributedError: a module has meta tensors and no ``reset_parameters`` to fill them; names them.
@@ -20,10 +29,15 @@ def materialize(root: nn.Module, lookups: LookupSet, device: torch.device) -> No
     unfilled: list[str] = []
     for path, module in root.named_modules():
         loose = [name for name, value in module.__dict__.items() if isinstance(value, torch.Tensor) and value.is_meta]
+        originals = dict(module._parameters)
         names = [*_allocate(module._parameters, fresh, device), *_allocate(module._buffers, fresh, device)]
         reset = getattr(module, "reset_parameters", None)
         if names and callable(reset):
             reset()
+            for name, original in originals.items():
+                if id(original) in narrow:
+                    kept = narrow[id(original)](module._parameters[name])
+                    fresh[id(original)] = module._parameters[name] = kept
         else:
             loose += names
         unfilled.extend(f"{path}.{name}" if path else name for name in loose)
@@ -35,7 +49,7 @@ def materialize(root: nn.Module, lookups: LookupSet, device: torch.device) -> No
     made = {id(tensor) for tensor in fresh.values()}
     parameters = dict(root.named_parameters())
     for table in lookups.tables:
-        if id(parameters.get(table.parameter)) in made:
+        if id(parameters.get(table.parameter)) in made and len(lookups.shards[table.parameter]) == 1:
             torchrec_adapter.initialise(root, table)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,33 +12,87 @@ from ..adapters import torchrec as torchrec_adapter
 from ..exchange import Exchange, split_traffic
 from ..graphs import resolve_parameter
 from ..lookups import Lookup, LookupOutput, LookupSet, Table
-from .base import RankContext, RankLocal
+from .base import Progress, RankContext, RankLocal
 from .gradients import guard, scale_gradient, tie
 from .ids import Bag, GlobalBags
+
+
+class Read(NamedTuple):
+    """One lookup, where its weight is found, the bag it reads, and what is added to its ids: a rank may hold a part of the rows."""
+
+    lookup: Lookup
+    module: nn.Module
+    attribute: str
+    bag: int
+    shift: int
+
+    @property
+    def weight(self) -> torch.Tensor:
+        weight: torch.Tensor = getattr(self.module, self.attribute)
+        return weight if self.lookup.grad else weight.detach()
 
 
 class _PooledReader:
     """Runs lookups against tables found, by name, in a module tree; holds no parameter of its own."""
 
-    def __init__(self, root: nn.Module, lookups: Sequence[Lookup], tables: dict[str, Table], bag_of: Sequence[int]) -> None:
-        places = {name: resolve_parameter(root, tables[name].parameter) for name in {lookup.table for lookup in lookups}}
-        self._reads = [(lookup, *places[lookup.table], bag) for lookup, bag in zip(lookups, bag_of, strict=True)]
+    def __init__(
+        self,
+        root: nn.Module,
+        lookups: Sequence[Lookup],
+        tables: dict[str, Table],
+        bag_of: Sequence[int],
+        bases: Mapping[str, int] | None = None,
+    ) -> None:
+        read = {lookup.table: tables[lookup.table] for lookup in lookups}
+        places = {name: resolve_parameter(root, table.parameter) for name, table in read.items()}
+        shifts = {name: (bases or {}).get(name, table.start) - table.start for name, table in read.items()}
+        self.reads = [
+            Read(lookup, *places[lookup.table], bag, shifts[lookup.table]) for lookup, bag in zip(lookups, bag_of, strict=True)
+        ]
+        self._groups = _read_together(self.reads)
 
     def __call__(self, bags: Sequence[Bag]) -> list[torch.Tensor]:
-        return [_pool(lookup, getattr(module, attribute), bags[bag]) for lookup, module, attribute, bag in self._reads]
+        columns: dict[int, torch.Tensor] = {}
+        for group in self._groups:
+            reads = [self.reads[index] for index in group]
+            found = [bags[read.bag] for read in reads]
+            made = [_pool(reads[0], found[0])] if reads[0].lookup.pooling != "rows" else _rows(reads, found)
+            columns.update(zip(group, made, strict=True))
+        return [columns[index] for index in range(len(self.reads))]
 
 
-def _pool(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
-    if not lookup.grad:
-        weight = weight.detach()
-    if lookup.pooling == "rows":
-        rows = nn.functional.embedding(
-            bag.values, weight, lookup.padding_idx, lookup.max_norm, lookup.norm_type, sparse=lookup.sparse
-        )
-        return rows.view(bag.offsets.numel() - 1, lookup.dim).to(lookup.dtype)
+def _read_together(reads: Sequence[Read]) -> list[list[int]]:
+    """Which reads one call serves: rows of one parameter, whose gradient would else be as large as it is for each of them."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, read in enumerate(reads):
+        x = read.lookup
+        padding = None if x.padding_idx is None else x.padding_idx + read.shift
+        how = (x.dtype, padding, x.max_norm, x.norm_type, x.sparse, x.grad)
+        key = (id(read.module), read.attribute, *how) if x.pooling == "rows" else (index,)
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _rows(reads: Sequence[Read], bags: Sequence[Bag]) -> list[torch.Tensor]:
+    lookup = reads[0].lookup
+    values = [_shifted(bag.values, read.shift) for read, bag in zip(reads, bags, strict=True)]
+    rows = nn.functional.embedding(
+        values[0] if len(values) == 1 else torch.cat(values),
+        reads[0].weight,
+        _padding(reads[0]),
+        lookup.max_norm,
+        lookup.norm_type,
+        sparse=lookup.sparse,
+    ).to(lookup.dtype)
+    parts = rows.split([len(ids) for ids in values]) if len(values) > 1 else [rows]
+    return [part.view(bag.offsets.numel() - 1, read.lookup.dim) for part, read, bag in zip(parts, reads, bags, strict=True)]
+
+
+def _pool(read: Read, bag: Bag) -> torch.Tensor:
+    lookup = read.lookup
     pooled = nn.functional.embedding_bag(
-        bag.values,
-        weight,
+        _shifted(bag.values, read.shift),
+        read.weight,
         bag.offsets,
         max_norm=lookup.max_norm,
         norm_type=lookup.norm_type,
@@ -45,9 +100,17 @@ def _pool(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
         sparse=lookup.sparse,
         include_last_offset=True,
         per_sample_weights=bag.weights if lookup.weighted else None,
-        padding_idx=lookup.padding_idx,
+        padding_idx=_padding(read),
     )
     return pooled.to(lookup.dtype)
+
+
+def _shifted(ids: torch.Tensor, shift: int) -> torch.Tensor:
+    return ids + shift if shift else ids
+
+
+def _padding(read: Read) -> int | None:
+    return None if read.lookup.padding_idx is None else read.lookup.padding_idx + read.shift
 
 
 class TowerLookups(RankLocal):
@@ -60,13 +123,13 @@ class TowerLookups(RankLocal):
         self.tower = tower
         self.lookups = tuple(lookups)
         self._arguments = (tables, tuple(bag_of))
-        self._reader = _PooledReader(root, lookups, tables, bag_of)
+        self.reader = _PooledReader(root, lookups, tables, bag_of)
 
     def bind(self, context: RankContext) -> nn.Module:
         return TowerLookups(context.root, self.tower, self.lookups, *self._arguments)
 
     def forward(self, bags: Sequence[Bag]) -> list[torch.Tensor]:
-        return self._reader(bags)
+        return self.reader(bags)
 
     def extra_repr(self) -> str:
         return f"tower={self.tower}, lookups={len(self.lookups)}"
@@ -95,7 +158,7 @@ class RankLookups(RankLocal):
         self._context = context
         self._reader: _PooledReader | None = None
         if context is not None:
-            self._reader = _PooledReader(context.root, lookups[context.rank], tables, bag_of[context.rank])
+            self._reader = _PooledReader(context.root, lookups[context.rank], tables, bag_of[context.rank], context.bases)
 
     def bind(self, context: RankContext) -> nn.Module:
         return RankLookups(self.lookups, self.bag_of, self.tables, self.dtype, context)
@@ -217,9 +280,22 @@ class Splits(_ExchangeStep):
 
 
 class Unpack(_ExchangeStep):
-    """The received buffer as one (rows, columns) block per member of the group."""
+    """The received buffer as one (rows, columns) block per member of the group.
+
+    ``reopens`` tells that the collective that follows is the first one of a further round of exchanges, so that until then a rank
+    that fails can tell the others.
+    """
+
+    def __init__(self, exchange: Exchange, context: RankContext | None = None, reopens: bool = False) -> None:
+        super().__init__(exchange, context)
+        self.reopens = reopens
+
+    def bind(self, context: RankContext) -> nn.Module:
+        return Unpack(self.exchange, context, self.reopens)
 
     def forward(self, buffer: torch.Tensor, batch_sizes: Sequence[int]) -> list[torch.Tensor]:
+        if self.reopens:
+            self.context.progress = Progress.READING
         blocks = self.exchange.received(self.context.rank)
         parts = buffer.split(self.exchange.sizes(blocks, batch_sizes))
         return [
@@ -237,6 +313,7 @@ class RestoreColumns(nn.Module):
 
     def __init__(self, lookups: LookupSet, arrival: Sequence[Sequence[str]]) -> None:
         super().__init__()
+        self.lookups = lookups
         self.arrival = tuple(tuple(block) for block in arrival)
         place: dict[str, tuple[int, int]] = {}
         for number, block in enumerate(self.arrival):
@@ -280,14 +357,24 @@ class JoinColumns(nn.Module):
 
 
 class MakeOutput(nn.Module):
-    """The value that the flat model's lookup returns, made from its columns (B, width)."""
+    """The value that the flat model's lookup returns, made from its columns (B, width).
+
+    Where the output's shape follows that of another value, that value is given too.
+    """
 
     def __init__(self, output: LookupOutput, lookups: LookupSet) -> None:
         super().__init__()
         self.output = output
         self._dims = [lookups.lookup[name].dim for name in output.lookups]
 
-    def forward(self, columns: torch.Tensor) -> object:
-        if self.output.shape is not None:
-            return columns.reshape(self.output.shape)
+    def forward(self, columns: torch.Tensor, like: torch.Tensor | None = None) -> object:
+        if like is not None:
+            return columns.reshape(*like.shape, self._dims[0])
+        shape = self.output.shape
+        if shape is not None and len(self._dims) > 1:
+            # The features are the last dimension of the ids, and each has its ids side by side.
+            width = shape[-1]
+            columns = columns.view(len(columns), len(self._dims), self._dims[0] // width, width).transpose(1, 2)
+        if shape is not None:
+            return columns.reshape(shape)
         return torchrec_adapter.make_output(self.output.keys, self._dims, columns)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,12 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DistributedError
 from ..graphs import clone_sharing_tensors, resolve_parameter
+from ..lookups import Table
 from ..stage import ALL_TO_ALL, WAIT, Stage
 from .base import Progress, RankContext, Traffic
 from .consensus import agree
 from .groups import TowerGroups, refuse_device, timeout_of
 from .ids import FAILED
-from .materialize import materialize
+from .materialize import Narrow, materialize
+from .shards import RowShards, cut_rows
 
 
 class RankModule(nn.Module):
@@ -37,8 +41,8 @@ class RankModule(nn.Module):
     failure later in the step ends the module on all ranks: those that wait for the failed rank get an error at once, the rest
     when their wait times out.
 
-    ``state_dict()`` has the flat model's keys, less the tables of other ranks; :meth:`full_state_dict` gathers those, and
-    ``load_state_dict`` takes either.
+    ``state_dict()`` has the flat model's keys, less the tables of other ranks; a parameter that holds tables of several ranks
+    stands in it as :class:`RowShards`. :meth:`full_state_dict` gathers all tables, and ``load_state_dict`` takes either.
     """
 
     def __init__(
@@ -70,7 +74,8 @@ class RankModule(nn.Module):
         self._run: tuple[nn.Module, _ByMode] | None = (_synchronised(graphs, own, group, find_unused_parameters), graphs)
         self._over = ""
         # Called on the class: mypy exempts torch's own functions from its rule on untyped calls, but not inherited ones.
-        nn.Module.register_load_state_dict_pre_hook(self, _drop_foreign_tables)
+        nn.Module.register_load_state_dict_pre_hook(self, _take_own_rows)
+        nn.Module.register_state_dict_post_hook(self, _show_whole_tables)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run, _ = self._running()
@@ -175,22 +180,23 @@ class RankModule(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The flat model's state dict, keys in its order, with every rank's tables. A collective call; a copy on every rank."""
         own = self.state_dict()
-        owner = {self._lookups.table[t].parameter: rank for rank, names in enumerate(self.plan.tables_of_rank) for t in names}
-        tables = {table.parameter: table for table in self._lookups.tables}
+        owner = {name: rank for rank, names in enumerate(self.plan.tables_of_rank) for name in names}
+        shards = self._lookups.shards
         result: dict[str, Any] = {}
         ranks = dist.get_process_group_ranks(self._group)
         # The tables may have been cast since the program was compiled.
         gathered: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(gathered, {key: own[key].dtype for key in own if key in tables}, group=self._group)
+        dist.all_gather_object(gathered, {key: own[key].dtype for key in own if key in shards}, group=self._group)
         for key in self._flat_keys:
-            if key in tables:
-                table = tables[key]
-                mine = owner[key] == self.rank
-                dtype = gathered[owner[key]][key]
-                value = torch.empty(table.rows, table.dim, dtype=dtype, device=self._context.device)
-                if mine:
-                    value.copy_(own[key].detach())
-                dist.broadcast(value, src=ranks[owner[key]], group=self._group)
+            if key in shards:
+                tables = shards[key]
+                dtype = gathered[owner[tables[0].name]][key]
+                value = torch.empty(tables[-1].end, tables[0].dim, dtype=dtype, device=self._context.device)
+                for table in tables:
+                    rows = value[table.start : table.end]
+                    if owner[table.name] == self.rank:
+                        rows.copy_(self._rows(table))
+                    dist.broadcast(rows, src=ranks[owner[table.name]], group=self._group)
                 result[key] = value
             elif key in own:
                 value = own[key]
@@ -199,6 +205,19 @@ class RankModule(nn.Module):
         for alias, key in self._context.aliases.items():
             result[alias] = result[key]
         return {key: result[key] for key in self._flat_keys}
+
+    def _rows(self, table: Table) -> torch.Tensor:
+        """The rows of one of this rank's tables, as they lie in its parameter."""
+        base = self._context.bases.get(table.name, table.start)
+        return self.get_parameter(table.parameter).detach()[base : base + table.rows]
+
+    def _shared_tables(self) -> dict[str, list[Table]]:
+        """By parameter, this rank's tables of every parameter that other ranks hold tables of too."""
+        found: dict[str, list[Table]] = {}
+        for name in self._context.bases:
+            table = self._lookups.table[name]
+            found.setdefault(table.parameter, []).append(table)
+        return found
 
     def close(self) -> None:
         """Release the process groups; a collective call. The parameters stay usable."""
@@ -238,11 +257,29 @@ def _is_lost_connection(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def _drop_foreign_tables(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_own_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let a rank load the flat model's state dict: tables of other ranks are not its business."""
     assert isinstance(module, RankModule)
     for key in module._context.foreign:
         state_dict.pop(prefix + key, None)
+    shared = module._shared_tables()
+    for key in (*shared, *module._context.aliases):
+        tables = shared.get(module._context.aliases.get(key, key))
+        value = state_dict.get(prefix + key)
+        if tables and isinstance(value, torch.Tensor) and value.shape[:1] != (sum(table.rows for table in tables),):
+            state_dict[prefix + key] = cut_rows(value, tables, key)
+
+
+def _show_whole_tables(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give a table that several ranks hold together its own shape in the state dict, with this rank's rows."""
+    assert isinstance(module, RankModule)
+    shared = module._shared_tables()
+    for key in (*shared, *module._context.aliases):
+        parameter = module._context.aliases.get(key, key)
+        if parameter in shared and prefix + key in state_dict:
+            whole = module._lookups.shards[parameter]
+            parts = {table.start: module._rows(table) for table in shared[parameter]}
+            state_dict[prefix + key] = RowShards((whole[-1].end, whole[0].dim), parts)
 
 
 class _ByMode(nn.Module):
@@ -342,14 +379,14 @@ def distribute(
             f"{topology.ranks_per_host} ranks = {topology.world_size}: use Topology.from_env() or start {topology.world_size} ranks"
         )
     root = clone_sharing_tensors(stage.root)
-    foreign, aliases = _prune(root, stage, rank)
+    pruned = _prune(root, stage, rank)
     # A rank may be left without any tensor, so the whole model is asked.
     tensors = [*stage.root.parameters(), *stage.root.buffers()]
     home = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     if any(t.is_meta for t in tensors):
         # By way of a tensor, because "cuda" alone names the current device.
         home = torch.empty(0, device=device).device if device is not None else home
-        materialize(root, stage.lookups, home)
+        materialize(root, stage.lookups, home, pruned.narrow)
     refuse_device(dist.get_backend_config(group), home)
     groups = TowerGroups.create(group, stage.plan.grid, timeout or timeout_of(group, home), number)
     context = RankContext(
@@ -359,8 +396,9 @@ def distribute(
         check_ids=check_ids,
         device=home,
         weight_dtype=_weight_dtype(stage),
-        foreign=foreign,
-        aliases=aliases,
+        foreign=pruned.foreign,
+        aliases=pruned.aliases,
+        bases=pruned.bases,
     )
     return RankModule(stages, context, groups, group, find_unused_parameters)
 
@@ -373,25 +411,64 @@ def _weight_dtype(stage: Stage) -> torch.dtype | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _prune(root: nn.Module, stage: Stage, rank: int) -> tuple[frozenset[str], Mapping[str, str]]:
-    """Remove other ranks' tables from ``root``; the names removed, and for every further name of a table its first one."""
+@dataclass(frozen=True)
+class _Pruned:
+    """What became of the tables in a rank's module tree, by state-dict key.
+
+    ``foreign`` are gone; ``aliases`` maps every further name of a table to its first one; ``bases`` says at which row of this
+    rank's parameter a table begins; ``narrow`` cuts parameters that are still on the meta device, by identity.
+    """
+
+    foreign: frozenset[str]
+    aliases: Mapping[str, str]
+    bases: Mapping[str, int]
+    narrow: Mapping[int, Narrow]
+
+
+def _prune(root: nn.Module, stage: Stage, rank: int) -> _Pruned:
+    """Remove other ranks' tables from ``root``; of a parameter that several ranks hold, keep the rows of this rank's tables."""
     own = set(stage.plan.tables_of_rank[rank])
-    first = {id(root.get_parameter(table.parameter)): table for table in stage.lookups.tables}
+    shards = stage.lookups.shards
+    first = {id(root.get_parameter(key)): key for key in shards}
+    mine = {key: [table for table in tables if table.name in own] for key, tables in shards.items()}
     foreign: set[str] = set()
     aliases: dict[str, str] = {}
-    removed: list[tuple[nn.Module, str]] = []
+    bases: dict[str, int] = {}
+    narrow: dict[int, Narrow] = {}
+    places: list[tuple[nn.Module, str, str]] = []
     # A module that is registered twice has its keys twice.
     for path, module in root.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
-            table = first.get(id(parameter))
-            if table is None:
+            parameter_key = first.get(id(parameter))
+            if parameter_key is None:
                 continue
             key = f"{path}.{name}" if path else name
-            if key != table.parameter:
-                aliases[key] = table.parameter
-            if table.name not in own:
-                removed.append((module, name))
+            if key != parameter_key:
+                aliases[key] = parameter_key
+            if not mine[parameter_key]:
                 foreign.add(key)
-    for module, name in removed:
-        module._parameters.pop(name, None)
-    return frozenset(foreign), aliases
+            if len(mine[parameter_key]) < len(shards[parameter_key]):
+                places.append((module, name, parameter_key))
+    kept: dict[str, nn.Parameter] = {}
+    for module, name, key in places:
+        if not mine[key]:
+            module._parameters.pop(name, None)
+            continue
+        parameter = module._parameters[name]
+        assert parameter is not None
+        if parameter.is_meta:
+            narrow[id(parameter)] = partial(_keep_rows, tables=mine[key])
+        else:
+            if key not in kept:
+                kept[key] = _keep_rows(parameter, mine[key])
+            module._parameters[name] = kept[key]
+        row = 0
+        for table in mine[key]:
+            bases[table.name] = row
+            row += table.rows
+    return _Pruned(frozenset(foreign), aliases, bases, narrow)
+
+
+def _keep_rows(parameter: nn.Parameter, tables: Sequence[Table]) -> nn.Parameter:
+    rows = [parameter.detach()[table.start : table.end] for table in tables]
+    return nn.Parameter(torch.cat(rows), requires_grad=parameter.requires_grad)

@@ -46,11 +46,24 @@ _Steps = Generator[_Transfer, torch.Tensor, Any]
 Inputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-def simulate(stage: Stage, inputs: Inputs, roots: Sequence[nn.Module], seed: int | None = None) -> list[Any]:
-    """Run a stage on all ranks in lock-step; ``roots`` are the module trees that the ranks read parameters from."""
+GIVEN = "given"
+"""Meta key of nodes whose values are not computed but given, and the name that they are given under."""
+
+
+def simulate(
+    stage: Stage,
+    inputs: Inputs,
+    roots: Sequence[nn.Module],
+    seed: int | None = None,
+    given: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Any]:
+    """Run a stage on all ranks in lock-step; ``roots`` are the module trees that the ranks read parameters from.
+
+    ``given`` are every rank's values of the nodes that are marked ``GIVEN``.
+    """
     topology = stage.plan.topology
     programs = [stage.bind(RankContext(rank, root, topology)) for rank, root in enumerate(roots)]
-    return run_cluster(programs, stage.plan.grid, inputs, seed)
+    return run_cluster(programs, stage.plan.grid, inputs, seed, given)
 
 
 def run_cluster(
@@ -58,6 +71,7 @@ def run_cluster(
     grid: TowerGrid,
     inputs: Inputs,
     seed: int | None = None,
+    given: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Any]:
     """Run one program per rank, each on its own ``(args, kwargs)``; the outputs by rank.
 
@@ -67,8 +81,8 @@ def run_cluster(
         VerificationError: ranks wait for different collectives, or disagree on a size; names the pass and the node.
     """
     ranks = [
-        _Rank(_execute(program, *given), None if seed is None else seed + r)
-        for r, (program, given) in enumerate(zip(programs, inputs, strict=True))
+        _Rank(_execute(program, *arguments, given[r] if given is not None else {}), None if seed is None else seed + r)
+        for r, (program, arguments) in enumerate(zip(programs, inputs, strict=True))
     ]
     waiting = {number: rank.advance(None) for number, rank in enumerate(ranks)}
     while True:
@@ -162,17 +176,20 @@ def _named(node: fx.Node) -> str:
     return f"pass '{node.meta.get(PASS, 'capture')}', {at(node)}"
 
 
-def _execute(program: BoundGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Steps:
+def _execute(program: BoundGraph, args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[str, Any]) -> _Steps:
     """Interpret one rank's graph; yields at every collective and returns the graph's output."""
     values: dict[fx.Node, Any] = {}
     last_use = {used: node for node in program.graph.nodes for used in node.all_input_nodes}
     ends: dict[fx.Node, list[fx.Node]] = {}
     for used, node in last_use.items():
         ends.setdefault(node, []).append(used)
-    given = placeholders(program.graph, args, kwargs)
+    arguments = placeholders(program.graph, args, kwargs)
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            values[node] = given[node]
+            values[node] = arguments[node]
+            continue
+        if GIVEN in node.meta:
+            values[node] = given[node.meta[GIVEN]]
             continue
         node_args, node_kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node.op == "output":

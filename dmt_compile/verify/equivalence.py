@@ -13,14 +13,14 @@ from torch import nn
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import DmtError, InputError, VerificationError
 from ..graphs import clone_sharing_tensors, clone_with_parameters
-from ..runtime.ids import LocalBags, MakeRequest
+from ..runtime.ids import Bag, LocalBags, MakeRequest
 from ..stage import Stage
 from .certificate import Certificate, Check
 from .cluster import Inputs, simulate
 from .compare import bits_differ, cancellation, excess, furthest, furthest_change, tensors_in, tolerance
 from .exact import exact_difference, refuse_other_reads
 from .layout import check_layout
-from .surgery import cut_at, refuse_other_layers
+from .surgery import cut_at, cut_at_names, made_outputs, refuse_other_layers
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Gradients = dict[str, torch.Tensor | None]
@@ -58,13 +58,15 @@ class _Copies:
 class Verifier:
     """The checks behind :meth:`TowerProgram.verify`.
 
-    The reference is the user's own forward, on every rank's own samples; the objective is the mean over ranks.
+    The reference is the user's own forward, on every rank's own samples, of which there are ``sizes``; the objective is the mean
+    over ranks.
     """
 
     def __init__(
         self,
         stages: Mapping[str, Stage],
         inputs: Inputs,
+        sizes: Sequence[int],
         seed: int,
     ) -> None:
         self.stages = stages
@@ -73,6 +75,7 @@ class Verifier:
         self.world = self.plan.topology.world_size
         self.seed = seed
         self.inputs = inputs
+        self.sizes = tuple(sizes)
         meta = next((name for name, tensor in _state(self.flat.root) if tensor.is_meta), None)
         if meta is not None:
             raise InputError(
@@ -89,8 +92,7 @@ class Verifier:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise InputError(f"steps must be a number of optimizer steps, 0 or more, got {steps!r}")
         self._check_ids()
-        sizes = tuple(self._sizes())
-        if not sum(sizes):
+        if not sum(self.sizes):
             raise InputError("the batch has no samples, on which everything is equal: verify needs at least one sample")
         checks = [
             self._run(
@@ -111,7 +113,7 @@ class Verifier:
         if steps:
             after = f"changes within {tolerance(torch.float32, steps):.1e} of the largest change, and rounding (float32)"
             checks.append(self._run(f"parameters after {steps} steps", after, lambda: self.training(steps, optimizer)))
-        return Certificate(type(self.flat.root).__name__, self.plan.hash, sizes, tuple(checks))
+        return Certificate(type(self.flat.root).__name__, self.plan.hash, self.sizes, tuple(checks))
 
     def _check_ids(self) -> None:
         """Let every rank look at its ids, so that a bad batch is refused by name and not by the flat model."""
@@ -127,9 +129,6 @@ class Verifier:
         except DmtError as error:
             return Check(name, False, how, str(error))
         return Check(name, passed, how, found)
-
-    def _sizes(self) -> list[int]:
-        return [rank_bags[0].offsets.numel() - 1 for rank_bags in self._bags]
 
     def layout(self, name: str) -> tuple[bool, str]:
         check_layout(self.stages[name])
@@ -149,7 +148,7 @@ class Verifier:
                 try:
                     outputs.append(copies.roots[rank](*args, **kwargs))
                 except Exception as error:
-                    if not isinstance(error, DmtError) and self._sizes()[rank] == 0:
+                    if not isinstance(error, DmtError) and self.sizes[rank] == 0:
                         raise InputError(
                             f"the flat model does not run on no samples, which is what rank {rank} gets of this batch "
                             f"({type(error).__name__}: {error}): verify with at least {self.world} samples"
@@ -188,15 +187,14 @@ class Verifier:
     def _sums(self) -> dict[str, float]:
         """For every table, how many times the tolerance its most hit row needs."""
         lookups = self.flat.lookups
-        place = lookups.bag_of
         ids: dict[str, list[torch.Tensor]] = {}
         for bags in self._bags:
             for lookup in lookups.lookups:
-                ids.setdefault(lookup.table, []).append(bags[place[lookup.source, lookup.feature]].values.long())
+                ids.setdefault(lookups.table[lookup.table].parameter, []).append(bags[lookup.name].values.long())
         found = {}
-        for name, parts in ids.items():
+        for parameter, parts in ids.items():
             hits = torch.cat(parts).unique(return_counts=True)[1]
-            found[lookups.table[name].parameter] = excess(int(hits.max()) if hits.numel() else 0)
+            found[parameter] = excess(int(hits.max()) if hits.numel() else 0)
         return found
 
     def training(self, steps: int, optimizer: OptimizerFactory) -> tuple[bool, str]:
@@ -233,7 +231,7 @@ class Verifier:
 
     def _refuse_other_trained(self, found: Gradients, expected: Gradients) -> None:
         """The same parameters must get a gradient. A table without one is a table whose gradient is zero."""
-        tables = {table.parameter for table in self.flat.lookups.tables}
+        tables = set(self.flat.lookups.shards)
         for name, gradient in expected.items():
             if name not in tables and (gradient is None) != (found[name] is None):
                 which = "the flat model but not in the program" if gradient is not None else "the program but not in the flat model"
@@ -261,7 +259,7 @@ class Verifier:
         outputs = simulate(self.stages[name], self.inputs, program.roots, self.seed)
         objectives = [one for one in self._objectives(outputs) if one is not None]
         torch.stack(objectives).sum().backward()
-        tables = {table.parameter for table in self.flat.lookups.tables} if name != "towers" else set()
+        tables = set(self.flat.lookups.shards) if name != "towers" else set()
         for parameter_name, parameter in program.parameters.items():
             # What the dense gradient synchronisation does on real ranks; tables are scaled in the graph.
             if parameter_name not in tables and parameter.grad is not None:
@@ -288,13 +286,34 @@ class Verifier:
         return objectives
 
     @cached_property
-    def _bags(self) -> list[Any]:
-        """Every rank's bags, in declaration order of (source, feature)."""
+    def _bags(self) -> list[dict[str, Bag]]:
+        """Every rank's bags, by lookup."""
+        rounds = self.flat.lookups.rounds
+        found = []
+        for by_round in self._run_towers(cut_at(self.stages["towers"], LocalBags)):
+            bags = {}
+            for lookups, own in zip(rounds, by_round, strict=True):
+                place = lookups.bag_of
+                bags.update({x.name: own[place[x.source, x.feature]] for x in lookups.lookups})
+            found.append(bags)
+        return found
+
+    @cached_property
+    def _later_ids(self) -> list[dict[str, Any]]:
+        """Every rank's values of the nodes that ids of all rounds but the first are read from."""
         towers = self.stages["towers"]
-        cut = cut_at(towers, LocalBags)
-        copies = [clone_sharing_tensors(towers.root, copy_buffers=True) for _ in range(self.world)]
+        made = made_outputs(towers)
+        sources = [source for lookups in self.flat.lookups.rounds[1:] for source in lookups.sources]
+        names = list(dict.fromkeys(made.get(name, name) for source in sources for name in source.nodes))
+        if not names:
+            return [{} for _ in range(self.world)]
+        found = self._run_towers(cut_at_names(towers, names))
+        return [dict(zip(names, values, strict=True)) for values in found]
+
+    def _run_towers(self, part: Stage) -> list[Any]:
+        copies = [clone_sharing_tensors(part.root, copy_buffers=True) for _ in range(self.world)]
         with torch.no_grad():
-            return simulate(cut, self.inputs, copies, self.seed)
+            return simulate(part, self.inputs, copies, self.seed)
 
     def exact_gradients(self) -> tuple[bool, str]:
         """Table gradients with whole numbers in float64: sums are exact, so their order cannot matter.
@@ -305,7 +324,7 @@ class Verifier:
         for name in ("towers", "lowered"):
             refuse_other_layers(self.stages[name], self.flat)
             refuse_other_reads(self.stages[name])
-            difference = exact_difference(self.stages[name], self.inputs, self._bags, self.seed)
+            difference = exact_difference(self.stages[name], self.inputs, self._bags, self.seed, self._later_ids)
             if difference is not None:
                 return False, f"stage {name}: {difference}"
         return True, f"{len(self.flat.lookups.tables)} tables, stages towers and lowered"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import VerificationError
 from ..graphs import clone_sharing_tensors, clone_with_parameters, extras_of
-from ..lookups import Lookup
+from ..lookups import Lookup, LookupOutput
 from ..runtime.base import RankContext
 from ..runtime.ids import Bag
 from ..runtime.pooled import TowerLookups
@@ -26,15 +26,25 @@ def refuse_other_reads(stage: Stage) -> None:
     for name, module in extras_of(stage.graph_module).items():
         if isinstance(module, TowerLookups):
             bound: Any = module.bind(RankContext(0, stage.root, stage.plan.topology))
-            for mine, own in zip(module._reader._reads, bound._reader._reads, strict=True):
+            for mine, own in zip(module.reader.reads, bound.reader.reads, strict=True):
                 if mine != own:
+                    table = own.lookup.table
                     raise VerificationError(
-                        f"stage '{stage.name}': 'dmt.{name}' reads '{mine[0].name}' from another table than '{own[0].table}'"
+                        f"stage '{stage.name}': 'dmt.{name}' reads '{mine.lookup.name}' from another table than '{table}'"
                     )
 
 
-def exact_difference(stage: Stage, inputs: Inputs, bags: Sequence[Any], seed: int) -> str | None:
-    """Run a stage's lookups on whole numbers, and say what differs; ``bags`` are every rank's, by (source, feature).
+def exact_difference(
+    stage: Stage,
+    inputs: Inputs,
+    bags: Sequence[Mapping[str, Bag]],
+    seed: int,
+    given: Sequence[Mapping[str, Any]],
+) -> str | None:
+    """Run a stage's lookups on whole numbers, and say what differs; ``bags`` are every rank's, by lookup.
+
+    ``given`` holds every rank's values of the nodes that hold ids computed from other lookups: with whole numbers in the tables
+    they would be others.
 
     Cotangents are multiples of the world size and, for mean pooling, of the bag's length, so that the divisions on the way
     back leave whole numbers; mean-pooled bags whose length is no power of two get zero, because the kernel multiplies by
@@ -46,37 +56,39 @@ def exact_difference(stage: Stage, inputs: Inputs, bags: Sequence[Any], seed: in
     lookups, world = stage.lookups, stage.plan.topology.world_size
     places = _places(root)
     weights: dict[str, nn.Parameter] = {}
-    for table in lookups.tables:
-        values = torch.randint(-4, 5, (table.rows, table.dim), generator=generator).double()
-        old = root.get_parameter(table.parameter)
-        weights[table.name] = nn.Parameter(values.to(old.device))
+    for parameter in lookups.shards:
+        old = root.get_parameter(parameter)
+        values = torch.randint(-4, 5, tuple(old.shape), generator=generator).double()
+        weights[parameter] = nn.Parameter(values.to(old.device))
         for module, attribute in places[id(old)]:
-            setattr(module, attribute, weights[table.name])
+            setattr(module, attribute, weights[parameter])
     roots = [clone_sharing_tensors(root, copy_buffers=True) for _ in range(world)]
-    found = simulate(widened(cut_at_outputs(stage)), inputs, roots, seed)
-    place = lookups.bag_of
+    found = simulate(widened(cut_at_outputs(stage, list(given[0]))), inputs, roots, seed, given)
     reference = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
     widths = [sum(lookups.lookup[name].dim for name in output.lookups) for output in lookups.outputs]
     mine: list[torch.Tensor] = []
     theirs: list[torch.Tensor] = []
     for rank in range(world):
         start = dict.fromkeys(range(len(lookups.outputs)), 0)
-        columns = [_columns(output) for output in found[rank]]
+        columns: dict[int, torch.Tensor] = {}
         for lookup in lookups.lookups:
-            bag = bags[rank][place[lookup.source, lookup.feature]]
-            pooled = _plainly(lookup, reference[lookup.table], bag)
-            first = start[lookup.output]
-            if columns[lookup.output].numel() != len(pooled) * widths[lookup.output]:
-                return f"'{lookups.outputs[lookup.output].node}' on rank {rank} has another number of values"
-            column = columns[lookup.output].reshape(len(pooled), widths[lookup.output])
-            column = column[:, first : first + lookup.dim]
-            start[lookup.output] += lookup.dim
+            number = lookup.output
+            output = lookups.outputs[number]
+            pooled = _plainly(lookup, reference[lookups.table[lookup.table].parameter], bags[rank][lookup.name])
+            if number not in columns:
+                value = _columns(found[rank][number])
+                if value.numel() != len(pooled) * widths[number]:
+                    return f"'{output.node}' on rank {rank} has another number of values"
+                columns[number] = _by_lookup(value, output, len(pooled), widths[number])
+            first = start[number]
+            column = columns[number][:, first : first + lookup.dim]
+            start[number] += lookup.dim
             difference = bits_differ(column + 0.0, pooled + 0.0)
             if difference is not None:
                 return f"pooled '{lookup.name}' on rank {rank}: {difference}"
             cotangent = torch.randint(-4, 5, pooled.shape, generator=generator).double().to(pooled.device) * world
             if lookup.pooling == "mean":
-                lengths = _counted(bag, lookup.padding_idx)
+                lengths = _counted(bags[rank][lookup.name], lookup.padding_idx)
                 cotangent = cotangent * (lengths * ((lengths & (lengths - 1)) == 0)).unsqueeze(1)
             mine.append((column * cotangent).sum())
             theirs.append((pooled * cotangent).sum())
@@ -88,8 +100,17 @@ def exact_difference(stage: Stage, inputs: Inputs, bags: Sequence[Any], seed: in
     for name, weight in weights.items():
         difference = bits_differ(_or_zeros(weight) + 0.0, _or_zeros(reference[name]) + 0.0)
         if difference is not None:
-            return f"gradient of table '{name}': {difference}"
+            return f"gradient of table '{name.removesuffix('.weight')}': {difference}"
     return None
+
+
+def _by_lookup(value: torch.Tensor, output: LookupOutput, rows: int, columns: int) -> torch.Tensor:
+    """What a lookup returns as (rows, columns), each lookup's columns side by side."""
+    if output.shape is not None and len(output.lookups) > 1:
+        # The features are the dimension before the last one; each may have several ids.
+        features, width = len(output.lookups), output.shape[-1]
+        value = value.reshape(rows, columns // (features * width), features, width).transpose(1, 2)
+    return value.reshape(rows, columns)
 
 
 def _columns(output: Any) -> torch.Tensor:

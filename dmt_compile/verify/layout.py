@@ -40,15 +40,16 @@ def check_layout(stage: Stage) -> None:
 class _Checker:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.lookups: LookupSet = stage.lookups
+        self.rounds: tuple[LookupSet, ...] = stage.lookups.rounds
         self.plan: TowerPlan = stage.plan
         self.world = stage.plan.topology.world_size
         self.values: dict[fx.Node, Any] = {}
         self.node: fx.Node = next(iter(stage.graph.nodes))
-        self.owned: tuple[tuple[str, ...], ...] = ()
-        self.widths: tuple[int, ...] = ()
-        self.restored = False
-        self.outputs: list[int] = []
+        # By round.
+        self.owned: dict[int, tuple[tuple[str, ...], ...]] = {}
+        self.widths: dict[int, tuple[int, ...]] = {}
+        self.restored: set[int] = set()
+        self.outputs: list[tuple[int, int]] = []
 
     def fail(self, message: str) -> None:
         made_by = self.node.meta.get(PASS, "capture")
@@ -62,8 +63,9 @@ class _Checker:
         for node in self.stage.graph.nodes:
             self.node = node
             self.values[node] = self.visit(node)
-        self.expect(self.restored, "no node puts the exchanged columns back in declaration order")
-        wanted = list(range(len(self.lookups.outputs)))
+        every = set(range(len(self.rounds)))
+        self.expect(self.restored == every, "no node puts the exchanged columns back in declaration order")
+        wanted = [(number, index) for number, one in enumerate(self.rounds) for index in range(len(one.outputs))]
         self.expect(sorted(self.outputs) == wanted, f"outputs {self.outputs} of the lookups are made, {wanted} are needed")
 
     def visit(self, node: fx.Node) -> Any:
@@ -76,8 +78,10 @@ class _Checker:
             return value.arrived
         if node.target is getattr:
             return self.attribute(self.value(node.args[0]), str(node.args[1]))
-        if node.target is operator.getitem and self.value(node.args[0]) == Columns():
-            return Columns(node.args[1])  # type: ignore[arg-type]
+        if node.target is operator.getitem:
+            columns = self.value(node.args[0])
+            if isinstance(columns, Columns) and columns.output is None:
+                return Columns(columns.round, node.args[1])  # type: ignore[arg-type]
         if node.op == "call_module":
             handler = _HANDLERS.get(type(self.stage.module(node)))
             if handler is not None:
@@ -96,25 +100,32 @@ class _Checker:
     # ids
 
     def read_ids(self, module: ReadIds, *inputs: Any) -> Any:
-        read = tuple(arg.name for arg in self.node.args if isinstance(arg, fx.Node))
+        read = tuple(self.flat_name(arg) for arg in self.node.args if isinstance(arg, fx.Node))
         expected = module.source.nodes
         self.expect(read == expected, f"reads ids from {', '.join(read)}, the model reads them from {', '.join(expected)}")
         return Ids("source", SelectIds((), (), (), ()), module.source)
 
+    def flat_name(self, node: fx.Node) -> str:
+        """The name, in the flat model's graph, of what a node stands for."""
+        module = self.stage.module(node) if node.op == "call_module" else None
+        return module.output.node if isinstance(module, MakeOutput) else node.name
+
     def request(self, module: MakeRequest, *sources: Any) -> Any:
-        self.sources(module.select, sources)
+        self.sources(module.select, sources, module.exchange.round)
         self.counts_match(module.select, module.exchange)
         return Ids("request", module.select, module.exchange)
 
     def route(self, module: RouteIds, *sources: Any) -> Any:
-        self.sources(module.select, sources)
+        self.sources(module.select, sources, module.exchange.round)
         self.counts_match(module.select, module.exchange)
         return Routed(module.select, module.exchange)
 
-    def sources(self, select: SelectIds, sources: tuple[Any, ...]) -> None:
+    def sources(self, select: SelectIds, sources: tuple[Any, ...], number: int) -> None:
+        self.expect(number in range(len(self.rounds)), f"is of round {number} of {len(self.rounds)}")
+        expected = self.rounds[number].sources
         found = tuple(source.module if isinstance(source, Ids) else source for source in sources)
-        self.expect(found == self.lookups.sources, "ids are not read from the model's id sources, in their order")
-        self.expect(select.sources == self.lookups.sources, "ids are selected from other sources than the model's")
+        self.expect(found == expected, "ids are not read from the model's id sources, in their order")
+        self.expect(select.sources == expected, "ids are selected from other sources than the model's")
 
     def counts_match(self, select: SelectIds, exchange: Any) -> None:
         self.expect(
@@ -123,7 +134,7 @@ class _Checker:
         )
         weighted = tuple(exchange.starts[rank] + place for rank, run in enumerate(exchange.weighted_per_rank) for place in run)
         self.expect(weighted == select.weighted, "the features that come with weights are not the ones the ranks expect")
-        largest = max(table.rows for table in self.lookups.tables) - 1
+        largest = max(table.end for table in self.rounds[0].tables) - 1
         self.expect(largest <= torch.iinfo(exchange.id_dtype).max, f"{exchange.id_dtype} does not hold every id up to {largest}")
 
     def same_division(self, ids: Ids, module: Any) -> None:
@@ -145,9 +156,9 @@ class _Checker:
         if isinstance(value, Ids) and value.kind == "request":
             return Ids("unpacked lengths" if name == "lengths" else name, value.select, value.module)
         if isinstance(value, Routed) and name == "batch_sizes":
-            return Sizes("batch")
+            return Sizes("batch", value.module.round)
         if isinstance(value, Sizes) and value.kind == "ids":
-            return Sizes("batch") if name == "batch_sizes" else Sizes(name)
+            return Sizes("batch", value.source.round) if name == "batch_sizes" else Sizes(name)
         return None
 
     def unpack_ids(self, module: UnpackIds, lengths: Any, values: Any, weights: Any, sizes: Any) -> Any:
@@ -165,14 +176,16 @@ class _Checker:
 
     def lookup(self, module: RankLookups, routed: Any) -> Any:
         self.expect(isinstance(routed, Routed), "looks up ids that were not sent to the tables' owners")
+        number = routed.module.round
+        lookups = self.rounds[number]
         self.expect(
             len(module.lookups) == self.world,
             f"names the lookups of {len(module.lookups)} ranks, there are {self.world}",
         )
-        self.expect(module.tables == self.lookups.table, "reads other tables than the model's")
+        self.expect(module.tables == lookups.table, "reads other tables than the model's")
         self.expect(
-            module.dtype == self.lookups.exchange_dtype,
-            f"makes rows of {module.dtype}, the lookups need {self.lookups.exchange_dtype}",
+            module.dtype == lookups.exchange_dtype,
+            f"makes rows of {module.dtype}, the lookups need {lookups.exchange_dtype}",
         )
         readers = Counter(x.name for served in module.lookups for x in served)
         owner: dict[str, int] = {}
@@ -181,7 +194,7 @@ class _Checker:
                 if owner.setdefault(lookup.table, rank) != rank:
                     self.fail(f"table '{lookup.table}' is owned twice: by rank {owner[lookup.table]} and by rank {rank}")
                 self.expect(readers[lookup.name] == 1, f"feature '{lookup.name}' is looked up {readers[lookup.name]} times")
-                self.expect(self.lookups.lookup.get(lookup.name) == lookup, f"'{lookup.name}' is not a lookup of the model")
+                self.expect(lookups.lookup.get(lookup.name) == lookup, f"'{lookup.name}' is not a lookup of the model")
                 self.expect(
                     lookup.table in self.plan.tables_of_rank[rank],
                     f"rank {rank} reads table '{lookup.table}', which the plan does not give it",
@@ -200,24 +213,24 @@ class _Checker:
                     not lookup.weighted or bag in routed.module.weighted_per_rank[rank],
                     f"rank {rank} is not sent the weights of '{lookup.feature}'",
                 )
-        for lookup in self.lookups.lookups:
+        for lookup in lookups.lookups:
             if lookup.name not in readers:
                 self.fail(f"feature '{lookup.name}' is looked up by nobody: table '{lookup.table}' has no owner")
-        self.owned = tuple(tuple(x.name for x in served) for served in module.lookups)
-        self.widths = tuple(sum(x.dim for x in served) for served in module.lookups)
+        self.owned[number] = tuple(tuple(x.name for x in served) for served in module.lookups)
+        self.widths[number] = tuple(sum(x.dim for x in served) for served in module.lookups)
         world = range(self.world)
-        return Rows(lambda rank: Block(world, (rank,)))
+        return Rows(lambda rank: Block(world, (rank,)), number)
 
     def permute(self, module: PeerPermute, rows: Any, sizes: Any) -> Any:
-        self.batch_sizes(sizes)
         self.expect(isinstance(rows, Rows), "permutes something that is not pooled rows")
+        self.batch_sizes(sizes, rows.round)
         self.expect(sorted(module.order) == list(range(self.world)), f"its order is not a permutation of the {self.world} ranks")
         for rank in range(self.world):
             self.expect(_natural(rows.layout(rank).rows, self.world), "permutes rows that are not in rank order")
-        return Rows(lambda rank: Block(module.order, rows.layout(rank).owners))
+        return Rows(lambda rank: Block(module.order, rows.layout(rank).owners), rows.round)
 
     def declared(self, module: ExchangeRows, rows: Any, sizes: Any) -> Any:
-        self.batch_sizes(sizes)
+        self.batch_sizes(sizes, module.exchange.round)
         self.takes(module.exchange, rows)
         return Blocks(module.exchange)
 
@@ -231,7 +244,10 @@ class _Checker:
         """The rows' real layout on every rank is the one the exchange is made for, cut into the runs of its members."""
         self.expect(isinstance(rows, Rows), "exchanges something that is not pooled rows")
         self.expect(exchange.grid == self.plan.grid, f"the exchange is made for {exchange.grid}, the plan has {self.plan.grid}")
-        self.expect(exchange.widths == self.widths, "the exchange expects other numbers of columns than the tables make")
+        self.expect(exchange.round == rows.round, f"the exchange is of round {exchange.round}, the rows are of round {rows.round}")
+        self.expect(
+            exchange.widths == self.widths[rows.round], "the exchange expects other numbers of columns than the tables make"
+        )
         checked: set[Any] = set()
         cut: dict[Any, Sequence[int]] = {}
         for rank in range(self.world):
@@ -251,7 +267,7 @@ class _Checker:
                     cut[runs] = source.rows
 
     def splits(self, module: Splits, sizes: Any) -> Any:
-        self.batch_sizes(sizes)
+        self.batch_sizes(sizes, module.exchange.round)
         return Sizes(f"rows_{module.direction}", module.exchange)
 
     def all_to_all(self, payload: Any, out_splits: Any, in_splits: Any, axis: Any) -> Any:
@@ -286,7 +302,7 @@ class _Checker:
 
     def unpack(self, module: Unpack, buffer: Any, sizes: Any) -> Any:
         self.awaited(buffer)
-        self.batch_sizes(sizes)
+        self.batch_sizes(sizes, module.exchange.round)
         self.expect(isinstance(buffer, Buffer), "unpacks something that was not received")
         self.expect(
             buffer.exchange == module.exchange,
@@ -302,11 +318,12 @@ class _Checker:
             owners = [owner for member in exchange.members(rank) for owner in exchange.owners(member)]
             return Block(exchange.rows_to(rank), tuple(owners))
 
-        return Rows(layout)
+        return Rows(layout, exchange.round)
 
     def restore(self, module: RestoreColumns, blocks: Any) -> Any:
         self.expect(isinstance(blocks, Blocks), "is not given the blocks of an exchange")
         exchange = blocks.exchange
+        lookups, owned = self.rounds[exchange.round], self.owned[exchange.round]
         checked: set[Any] = set()
         for rank in range(self.world):
             rows = exchange.rows_to(rank)
@@ -315,39 +332,43 @@ class _Checker:
             if members in checked:
                 continue
             checked.add(members)
-            arriving = [[name for owner in exchange.owners(member) for name in self.owned[owner]] for member in members]
+            arriving = [[name for owner in exchange.owners(member) for name in owned[owner]] for member in members]
             self.expect(
                 [list(block) for block in module.arrival] == arriving,
                 f"the columns that reach rank {rank} are not the ones it sorts",
             )
         names = Counter(name for block in module.arrival for name in block)
-        wanted = Counter(lookup.name for lookup in self.lookups.lookups)
+        wanted = Counter(lookup.name for lookup in lookups.lookups)
         missing = next(iter(wanted - names), None) or next(iter(names - wanted), None)
         self.expect(missing is None, f"the columns of '{missing}' do not arrive exactly once")
-        sorted_by_arrival = RestoreColumns(self.lookups, module.arrival)._outputs
+        sorted_by_arrival = RestoreColumns(lookups, module.arrival)._outputs
         self.expect(module._outputs == sorted_by_arrival, "does not sort the columns into declaration order")
-        self.restored = True
-        return Columns()
+        self.restored.add(exchange.round)
+        return Columns(exchange.round)
 
-    def make_output(self, module: MakeOutput, columns: Any) -> Any:
+    def make_output(self, module: MakeOutput, columns: Any, like: Any = None) -> Any:
         self.expect(isinstance(columns, Columns) and columns.output is not None, "is not given the columns of one output")
-        expected = self.lookups.outputs[columns.output]
+        lookups = self.rounds[columns.round]
+        expected = lookups.outputs[columns.output]
         self.expect(module.output == expected, f"makes the output of '{module.output.node}' from the columns of '{expected.node}'")
-        dims = [self.lookups.lookup[name].dim for name in expected.lookups]
+        dims = [lookups.lookup[name].dim for name in expected.lookups]
         self.expect(module._dims == dims, f"offers columns of widths {module._dims[:8]}, the lookups make {dims[:8]}")
-        if expected.shape is None:
-            self.expect(len(expected.keys) == len(dims), f"offers {len(dims)} lookups under {len(expected.keys)} keys")
-        else:
+        shaped = [self.flat_name(arg) for arg in self.node.args[1:] if isinstance(arg, fx.Node)]
+        self.expect(shaped == ([expected.like] if expected.like else []), f"takes the shape of {shaped}, not of {expected.like}")
+        if expected.shape is not None:
             fixed = math.prod(size for size in expected.shape if size != -1)
             self.expect(
                 expected.shape.count(-1) == 1 and fixed > 0 and sum(dims) % fixed == 0,
                 f"gives {sum(dims)} columns the shape {expected.shape}, which does not hold them",
             )
-        self.outputs.append(columns.output)
+        elif expected.like is None:
+            self.expect(len(expected.keys) == len(dims), f"offers {len(dims)} lookups under {len(expected.keys)} keys")
+        self.outputs.append((columns.round, columns.output))
         return None
 
-    def batch_sizes(self, sizes: Any) -> None:
+    def batch_sizes(self, sizes: Any, number: int) -> None:
         self.expect(isinstance(sizes, Sizes) and sizes.kind == "batch", "is not given the batch sizes of all ranks")
+        self.expect(sizes.source == number, f"is given the sizes of round {sizes.source}, its rows are of round {number}")
 
     def awaited(self, value: Any) -> None:
         self.expect(not isinstance(value, InFlight), "uses the result of a collective before anything waits for it")

@@ -16,17 +16,26 @@ from ..lookups import Lookup
 from ..runtime.ids import Bag, GlobalBags, LocalBags, UnpackIds
 from ..runtime.pooled import MakeOutput, RankLookups, RestoreColumns, TowerLookups
 from ..stage import PASS, Stage
+from .cluster import GIVEN
 
 
 def cut_at(stage: Stage, kind: type[nn.Module]) -> Stage:
-    """The stage's graph up to the one node that calls a module of ``kind``, whose value becomes the output."""
-    return _cut(stage, lambda nodes: next(n for n in nodes if n.op == "call_module" and isinstance(stage.module(n), kind)))
+    """The stage's graph up to the nodes that call a module of ``kind``, one per round, whose values become the output, a list."""
+    return _cut(stage, lambda nodes: [n for n in nodes if n.op == "call_module" and isinstance(stage.module(n), kind)])
 
 
-def cut_at_outputs(stage: Stage) -> Stage:
-    """The stage's graph up to what the flat model's lookups return, a list of them in declaration order."""
+def cut_at_names(stage: Stage, names: Sequence[str]) -> Stage:
+    """The stage's graph up to the nodes called ``names``, whose values become the output, a list."""
+    return _cut(stage, lambda nodes: [node for name in names for node in nodes if node.name == name])
+
+
+def cut_at_outputs(stage: Stage, given: Sequence[str] = ()) -> Stage:
+    """The stage's graph up to what the flat model's lookups return, a list of them in declaration order.
+
+    The nodes called ``given`` are not computed: their values come from outside, see :func:`simulate`.
+    """
     made = made_outputs(stage)
-    return _cut(stage, lambda nodes: [node for name in made.values() for node in nodes if node.name == name])
+    return _cut(stage, lambda nodes: [node for name in made.values() for node in nodes if node.name == name], given)
 
 
 def made_outputs(stage: Stage) -> dict[str, str]:
@@ -47,10 +56,16 @@ def made_outputs(stage: Stage) -> dict[str, str]:
     return {output.node: made[output.node] for output in stage.lookups.outputs}
 
 
-def _cut(stage: Stage, choose: Callable[[Sequence[fx.Node]], Any]) -> Stage:
+def _cut(stage: Stage, choose: Callable[[Sequence[fx.Node]], Any], given: Sequence[str] = ()) -> Stage:
     graph = copy_graph(stage.graph)
     (output,) = [n for n in graph.nodes if n.op == "output"]
     output.args = (choose(list(graph.nodes)),)
+    for node in list(graph.nodes):
+        if node.name in given:
+            with graph.inserting_before(node):
+                outside = graph.call_function(_given)
+            outside.meta[GIVEN] = node.name
+            node.replace_all_uses_with(outside, delete_user_cb=lambda user: user is not output)
     needed, stack = {output}, [output]
     while stack:
         for used in stack.pop().all_input_nodes:
@@ -62,6 +77,10 @@ def _cut(stage: Stage, choose: Callable[[Sequence[fx.Node]], Any]) -> Stage:
             graph.erase_node(n)
     module = graph_module_over(stage.root, graph, extras_of(stage.graph_module), "Cut")
     return replace(stage, graph_module=module)
+
+
+def _given() -> Any:
+    raise VerificationError("the value of a node that is given from outside is missing")
 
 
 def refuse_other_layers(stage: Stage, flat: Stage) -> None:

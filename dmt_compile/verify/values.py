@@ -12,9 +12,10 @@ from ..runtime.ids import SelectIds
 
 @dataclass(frozen=True)
 class Rows:
-    """A 2-D tensor of pooled rows; ``layout(rank)`` is its block on a rank."""
+    """A 2-D tensor of pooled rows of one round; ``layout(rank)`` is its block on a rank."""
 
     layout: Callable[[int], Block]
+    round: int
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns in declaration order: of all outputs of the flat model, or of the one numbered ``output``."""
+    """Columns in declaration order: of all outputs of a round, or of the one numbered ``output``."""
 
+    round: int
     output: int | None = None
 
 
@@ -71,7 +73,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers that follow from the batch sizes of all ranks; ``kind`` tells which."""
+    """Numbers that follow from the batch sizes of all ranks; ``kind`` tells which, ``source`` of which exchange or round."""
 
     kind: str
     source: Any = None

@@ -1,0 +1,250 @@
+"""Finding the calls that look rows of a table up: ``nn.Embedding``, ``nn.EmbeddingBag``, their functional forms, and indexing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..errors import source_location
+from ..graphs import input_path, resolve_parameter
+from ..lookups import Pooling, RaggedInput
+
+
+@dataclass(frozen=True)
+class Call:
+    """One lookup as the graph writes it, in the terms of ``torch.nn.functional``."""
+
+    node: fx.Node
+    parameter: str
+    rows: int
+    dim: int
+    dtype: torch.dtype
+    ids: fx.Node
+    offsets: fx.Node | None
+    weights: fx.Node | None
+    pooling: Pooling
+    padding_idx: int | None
+    sparse: bool
+    include_last_offset: bool
+    max_norm: float | None
+    norm_type: float
+    unsupported: str | None
+    indexing: bool = False
+
+    @property
+    def at(self) -> str:
+        """Where it stands in the user's code."""
+        return source_location(self.node) or f"node '{self.node.name}'"
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The nodes that its ids, offsets and weights come from."""
+        return tuple(node for node in (self.ids, self.offsets, self.weights) if node is not None)
+
+
+def holds_lookup(module: nn.Module) -> bool:
+    """Whether ``module`` is, or contains, a plain embedding module."""
+    return any(isinstance(child, nn.Embedding | nn.EmbeddingBag) for child in module.modules())
+
+
+def copy_tables_that_reading_changes(flat: fx.GraphModule, calls: Sequence[Call]) -> None:
+    """Give the module tree that ``flat`` runs over tables of its own where a lookup has a max_norm, which writes to them."""
+    copies: dict[int, nn.Parameter] = {}
+    for call in calls:
+        if call.max_norm is not None:
+            table = flat.get_parameter(call.parameter)
+            copies[id(table)] = nn.Parameter(table.detach().clone(), requires_grad=table.requires_grad)
+    for module in flat.modules() if copies else ():
+        for name, value in module._parameters.items():
+            if id(value) in copies:
+                module._parameters[name] = copies[id(value)]
+
+
+def ragged_inputs(calls: Sequence[Call]) -> tuple[RaggedInput, ...]:
+    """The model's inputs that lookups in offsets form read as they are given."""
+    found = []
+    for call in calls:
+        values = input_path(call.ids)
+        offsets = input_path(call.offsets) if call.offsets is not None else None
+        if values is not None and offsets is not None:
+            weights = input_path(call.weights) if call.weights is not None else None
+            found.append(RaggedInput(values, offsets, weights, call.include_last_offset))
+    return tuple(dict.fromkeys(found))
+
+
+def kept_weights(flat: fx.GraphModule, calls: Sequence[Call]) -> dict[str, str]:
+    """Tables that must stay on every rank whatever their ids look like, with the reason."""
+    tables = {call.parameter for call in calls}
+    kept = {call.parameter: f"{call.at}: {call.unsupported}" for call in calls if call.unsupported}
+    norms: dict[str, tuple[float | None, float]] = {}
+    for call in calls:
+        if norms.setdefault(call.parameter, (call.max_norm, call.norm_type)) != (call.max_norm, call.norm_type):
+            kept.setdefault(call.parameter, f"{call.at}: its lookups do not all have the same max_norm")
+    names = {id(parameter): name for name, parameter in flat.named_parameters()}
+    lookups = {call.node for call in calls}
+    for node in flat.graph.nodes:
+        if node in lookups:
+            continue
+        if node.op == "call_module":
+            used: list[Any] = list(flat.get_submodule(str(node.target)).parameters())
+        elif node.op == "get_attr" and not (node.users and all(_reads_as_table(user, node, lookups) for user in node.users)):
+            owner, attribute = resolve_parameter(flat, str(node.target))
+            used = [getattr(owner, attribute)]
+        else:
+            continue
+        for name in (names.get(id(parameter)) for parameter in used):
+            if name in tables:
+                kept.setdefault(name, f"{source_location(node) or node.name}: it is also used as a weight here")
+    return kept
+
+
+def _reads_as_table(user: fx.Node, weight: fx.Node, lookups: set[fx.Node]) -> bool:
+    return user in lookups and sum(arg is weight for arg in (*user.args, *user.kwargs.values())) == 1
+
+
+def find_calls(flat: fx.GraphModule) -> list[Call]:
+    """Every lookup on a parameter of the model, in the graph's order.
+
+    Indexing is among them wherever the index is a value of the graph: whether it is a tensor of ids is seen when the graph runs.
+    """
+    names = {id(parameter): name for name, parameter in flat.named_parameters()}
+    found = (_call(flat, node, names) for node in flat.graph.nodes)
+    return [call for call in found if call is not None]
+
+
+def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> Call | None:
+    """A node as a lookup on a parameter of the model; None if it is anything else."""
+    if node.op == "call_module":
+        module = flat.get_submodule(str(node.target))
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            bound = _arguments(node, ("input",))
+            options = {"padding_idx": module.padding_idx, "sparse": module.sparse}
+            pooling: Pooling = "rows"
+        elif isinstance(module, nn.EmbeddingBag) and type(module).forward is nn.EmbeddingBag.forward:
+            bound = _arguments(node, ("input", "offsets", "per_sample_weights"))
+            options = {
+                "padding_idx": module.padding_idx,
+                "sparse": module.sparse,
+                "include_last_offset": module.include_last_offset,
+            }
+            pooling = module.mode  # type: ignore[assignment]
+        else:
+            return None
+        weight: Any = module.weight
+        norms: Mapping[str, Any] = {"max_norm": module.max_norm, "norm_type": module.norm_type}
+        unsupported = _BY_FREQUENCY if module.scale_grad_by_freq else None
+        if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+            unsupported = "its module has a hook"
+        if "forward" in module.__dict__:
+            unsupported = "its module's forward was replaced"
+    elif node.target in _INDEXING:
+        return _indexing_call(flat, node, names)
+    elif node.target in (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding):
+        bound = _functional_arguments(node)
+        held = bound.pop("weight", None)
+        if not (isinstance(held, fx.Node) and held.op == "get_attr"):
+            return None
+        owner, attribute = resolve_parameter(flat, str(held.target))
+        weight = getattr(owner, attribute)
+        options = {key: bound.get(key) for key in ("padding_idx", "sparse", "include_last_offset")}
+        pooling = bound.get("mode", "mean") if node.target is nn.functional.embedding_bag else "rows"
+        norms = bound
+        unsupported = _BY_FREQUENCY if bound.get("scale_grad_by_freq") else None
+    else:
+        return None
+    ids, offsets, weights = bound.get("input"), bound.get("offsets"), bound.get("per_sample_weights")
+    if id(weight) not in names or not isinstance(ids, fx.Node):
+        return None
+    padding = options.get("padding_idx")
+    if padding is not None and padding < 0:
+        # The module and functional forms count from the end; to the operator underneath it means none.
+        padding = None if node.target is torch.embedding else padding + weight.shape[0]
+    if not weight.dtype.is_floating_point:
+        unsupported = f"its table holds {weight.dtype}"
+    if any(value is not None and not isinstance(value, fx.Node) for value in (offsets, weights)):
+        unsupported = "its offsets or weights are constants"
+    return Call(
+        node=node,
+        parameter=names[id(weight)],
+        rows=weight.shape[0],
+        dim=weight.shape[1],
+        dtype=weight.dtype,
+        ids=ids,
+        offsets=offsets if isinstance(offsets, fx.Node) else None,
+        weights=weights if isinstance(weights, fx.Node) else None,
+        pooling=pooling,
+        padding_idx=padding,
+        sparse=bool(options.get("sparse")),
+        include_last_offset=bool(options.get("include_last_offset")),
+        max_norm=norms.get("max_norm"),
+        norm_type=norms.get("norm_type", 2.0),
+        unsupported=unsupported,
+    )
+
+
+_INDEXING = (
+    *(operator.getitem, torch.index_select, "index_select", torch.ops.aten.index.Tensor),
+    *(torch.ops.aten.index_select.default,),
+)
+
+
+def _indexing_call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> Call | None:
+    """``parameter[ids]`` or ``parameter.index_select(0, ids)`` as a lookup of rows."""
+    bound = _arguments(node, ("input", "dim", "index")) if "index_select" in str(node.target) else {}
+    held = bound.get("input", node.args[0] if node.args else None)
+    ids: Any = bound.get("index") if bound else node.args[1]
+    if isinstance(ids, list | tuple) and len(ids) == 1:
+        ids = ids[0]
+    if not (isinstance(held, fx.Node) and held.op == "get_attr" and isinstance(ids, fx.Node) and bound.get("dim", 0) == 0):
+        return None
+    owner, attribute = resolve_parameter(flat, str(held.target))
+    weight = getattr(owner, attribute)
+    if id(weight) not in names or weight.dim() != 2:
+        return None
+    return Call(
+        node=node,
+        parameter=names[id(weight)],
+        rows=weight.shape[0],
+        dim=weight.shape[1],
+        dtype=weight.dtype,
+        ids=ids,
+        offsets=None,
+        weights=None,
+        pooling="rows",
+        padding_idx=None,
+        sparse=False,
+        include_last_offset=False,
+        max_norm=None,
+        norm_type=2.0,
+        unsupported=None if weight.dtype.is_floating_point else f"its table holds {weight.dtype}",
+        indexing=True,
+    )
+
+
+_BY_FREQUENCY = "it uses scale_grad_by_freq, so its gradient depends on which samples are on one rank"
+
+
+def _arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_EMBEDDING_BAG = (
+    *("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq"),
+    *("mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx"),
+)
+_ATEN_EMBEDDING = ("weight", "input", "padding_idx", "scale_grad_by_freq", "sparse")
+
+
+def _functional_arguments(node: fx.Node) -> dict[str, Any]:
+    if node.target is nn.functional.embedding:
+        return _arguments(node, _EMBEDDING)
+    if node.target is torch.embedding:
+        bound = _arguments(node, _ATEN_EMBEDDING)
+        return {("input" if key == "indices" else key): value for key, value in bound.items()}
+    return _arguments(node, _EMBEDDING_BAG)
