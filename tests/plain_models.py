@@ -319,6 +319,103 @@ class Renormed(nn.Module):
         return self.top(torch.cat([self.one(x[:, 0]), self.bag(x), self.one(y)], dim=1))
 
 
+# Rounds of exchanges and other units than samples
+
+
+class Chained(nn.Module):
+    """Ids and weights that are computed from other lookups, three deep; the last lookup's table is read in two rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(BIG, 3), nn.Embedding(BIG, 2)
+        self.weights = nn.Embedding(BIG, 1)
+        self.bag = nn.EmbeddingBag(BIG, 4, mode="sum")
+        self.register_buffer("codes", torch.randn(3, BIG))
+        self.top = nn.Linear(2 + 4 + 2 + 3, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x)
+        chosen = (rows.mean(1) @ self.codes).argmax(-1)
+        found = self.last(chosen)
+        bag = self.bag(y, per_sample_weights=self.weights(y).squeeze(-1))
+        again = self.first(((found.sum(1) + bag.sum(1)).abs() * 5).long() % BIG)
+        return self.top(torch.cat([found, bag, self.last(y[:, 0]), again], dim=1))
+
+
+class Ragged(nn.Module):
+    """As many ids as the data has: padding is dropped before the lookups, and rows are added up per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.user = nn.Embedding(BIG, 4, padding_idx=0), nn.Embedding(BIG, 4)
+        self.price = nn.Embedding(BIG, 1)
+
+    def forward(self, history: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
+        mask = history > 0
+        kept = history[mask]
+        sample = mask.nonzero()[:, 0]
+        rows = self.item(kept) * self.price(kept)
+        pooled = torch.zeros(history.shape[0], 4).index_add(0, sample, rows)
+        return pooled * self.user(user) + self.item(user)
+
+
+class BagsOfParts(nn.Module):
+    """Several bags per sample, of ids in rows and of ids with offsets that the model computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.EmbeddingBag(BIG, 3, mode="mean")
+        self.cut = nn.EmbeddingBag(BIG, 2, mode="sum")
+        self.top = nn.Linear(10, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = self.pairs(x.reshape(-1, 2)).view(-1, 2 * 3)
+        starts = torch.arange(0, x.numel(), 2, device=x.device)
+        return self.top(torch.cat([pairs, self.cut(x.reshape(-1), starts).view(-1, 2 * 2)], dim=1))
+
+
+class Indexed(nn.Module):
+    """Rows taken by indexing, also from the end, and by index_select; a bias read by a mask and by a slice stays dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.more = nn.Parameter(torch.randn(BIG, 3)), nn.Parameter(torch.randn(BIG, 2))
+        self.bias = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        taken = [self.rows[x - BIG].flatten(1), self.more.index_select(0, y), torch.index_select(self.more, 0, y)]
+        return torch.cat(taken, dim=1).sum(1, keepdim=True) + self.bias[:1] + self.bias[torch.tensor([1, 2])].sum()
+
+
+class FieldByField(nn.Module):
+    """One table for all fields, read field by field with the field's start added in Python, and a list of ids of one field."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts = [0, *torch.tensor(FIELDS).cumsum(0).tolist()]
+        self.table = nn.Parameter(torch.randn(sum(FIELDS), 3))
+        self.top = nn.Linear(3 * len(FIELDS), 1)
+
+    def forward(self, x: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+        found = [F.embedding(x[:, i] + self.starts[i], self.table) for i in range(len(FIELDS))]
+        liked = F.embedding_bag(history + self.starts[1], self.table, mode="mean", padding_idx=self.starts[1])
+        return self.top(torch.cat(found, dim=1)) + liked
+
+
+class FieldsOverTime(nn.Module):
+    """One table for all fields and ids of several fields at several times, (B, n, F), and the same ids in one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.wide = nn.Embedding(sum(FIELDS), 2), nn.Embedding(sum(FIELDS), 1, sparse=True)
+        self.register_buffer("starts", torch.tensor(FIELDS).cumsum(0) - torch.tensor(FIELDS), persistent=False)
+        self.gru = nn.GRU(2 * len(FIELDS), 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = x + self.starts
+        return self.gru(self.table(ids).flatten(2))[0][:, -1] + self.wide(ids).sum((1, 2))
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and its inputs."""
@@ -377,5 +474,11 @@ CASES = {
     "mixed": Case(Mixed, lambda draw: (draw.id(BIG), draw.id(BIG))),
     "refusing": Case(Refusing, lambda draw: (draw.id(BIG), draw.id(BIG, 3))),
     "renormed": Case(Renormed, lambda draw: (draw.id(BIG, 3), draw.id(BIG))),
+    "chained": Case(Chained, lambda draw: (draw.id(BIG, 2), draw.id(BIG, 3))),
+    "ragged": Case(Ragged, lambda draw: (draw.id(BIG, 4), draw.id(BIG))),
+    "bags of parts": Case(BagsOfParts, lambda draw: (draw.id(BIG, 4),)),
+    "indexed": Case(Indexed, lambda draw: (draw.id(BIG, 2), draw.id(BIG))),
+    "field by field": Case(FieldByField, lambda draw: (draw.fields(), draw.id(FIELDS[1], 3))),
+    "fields over time": Case(FieldsOverTime, lambda draw: (torch.stack([draw.id(rows, 3) for rows in FIELDS], dim=2),)),
     "shared": Case(Shared, lambda draw: (draw.id(BIG), draw.id(BIG))),
 }

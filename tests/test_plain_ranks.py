@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from ranks import Ranks
 
 from dmt_compile import Topology, TowerProgram, towerize
 from dmt_compile.graphs import clone_sharing_tensors, clone_with_parameters
+from dmt_compile.lookups import LookupSet
 from dmt_compile.runtime.rank_module import RankModule
 from dmt_compile.verify.cluster import simulate
 from dmt_compile.verify.compare import bits_differ, furthest
@@ -38,9 +39,26 @@ def _sizes(world: int) -> list[list[int]]:
     return [[1 + (rank + step) % 3 for rank in range(world)] for step in range(STEPS)]
 
 
+def _by_table(gradients: Tensors, lookups: LookupSet, bases: Mapping[str, int] | None = None) -> Tensors:
+    """Gradients with those of tables under the table's name: a parameter may hold several, and a rank some of them.
+
+    ``bases`` says where the tables that a rank owns begin in its parameter.
+    """
+    found: Tensors = {}
+    for name, gradient in gradients.items():
+        for table in lookups.shards.get(name, ()):
+            start = table.start if bases is None or len(gradient) == lookups.shards[name][-1].end else bases.get(table.name)
+            if start is not None:
+                found[table.name] = gradient.to_dense()[start : start + table.rows]
+        if name not in lookups.shards:
+            found[name] = gradient
+    return found
+
+
 def train_on_ranks(name: str, grid: tuple[int, int, int], sizes: list[list[int]]) -> Any:
     """Runs on a rank: outputs and gradients of every step, which gradients were sparse, and the full state dict after all."""
-    module = _program(name, grid).distribute()
+    program = _program(name, grid)
+    module = program.distribute()
     # A rank may own no table of a model that has nothing else.
     optimizers = [torch.optim.SGD(own, lr=RATE) for own in [list(module.parameters())] if own]
     steps = []
@@ -50,13 +68,13 @@ def train_on_ranks(name: str, grid: tuple[int, int, int], sizes: list[list[int]]
         output = module(*args, **kwargs)
         objective(output).backward()
         sparse = {n: p.grad.is_sparse for n, p in module.named_parameters() if p.grad is not None}
-        steps.append((copied(output), {n: g.to_dense() for n, g in gradients_of(module).items()}, sparse))
+        steps.append((copied(output), _by_table(gradients_of(module), program.lookups, module._context.bases), sparse))
         for optimizer in optimizers:
             optimizer.step()
     full = module.full_state_dict()
-    own = [n for n, p in module.named_parameters() if any(p is t for t in module.table_parameters())]
+    rows = {n: len(p) for n, p in module.named_parameters() if any(p is t for t in module.table_parameters())}
     module.close()
-    return steps, full, own
+    return steps, full, rows
 
 
 @pytest.mark.parametrize(
@@ -71,6 +89,13 @@ def train_on_ranks(name: str, grid: tuple[int, int, int], sizes: list[list[int]]
         ("refusing", (2, 2, 2)),
         ("renormed", (3, 2, 3)),
         ("shared", (3, 1, 3)),
+        ("functional", (2, 2, 2)),
+        ("chained", (2, 2, 2)),
+        ("ragged", (2, 3, 2)),
+        ("bags of parts", (2, 2, 4)),
+        ("indexed", (3, 2, 3)),
+        ("field by field", (2, 2, 1)),
+        ("fields over time", (2, 3, 2)),
     ],
 )
 def test_steps_equal_one_process(ranks: Ranks, name: str, grid: tuple[int, int, int]) -> None:
@@ -80,15 +105,17 @@ def test_steps_equal_one_process(ranks: Ranks, name: str, grid: tuple[int, int, 
     flat = CASES[name].build()
     optimizer = torch.optim.SGD(flat.parameters(), lr=RATE)
     program = _program(name, grid)
-    tables = {table.parameter for table in program.lookups.tables}
-    assert sorted(n for _, _, own in found for n in own) == sorted(tables)
+    lookups, tables = program.lookups, set(program.lookups.table)
+    # Every row is on one rank.
+    for parameter, held in lookups.shards.items():
+        assert sum(rows.get(parameter, 0) for _, _, rows in found) == held[-1].end
     # First step: the same bits as the lock-step cluster, whose table gradients are the ranks' too.
     cluster = clone_with_parameters(program.stages["lowered"].root)
     parts = _batches(name, sizes[0], 0)
     outputs = simulate(program.stages["lowered"], parts, [clone_sharing_tensors(cluster, copy_buffers=True) for _ in parts])
     assert bits_differ([steps[0][0] for steps, *_ in found], [copied(output) for output in outputs]) is None
     torch.stack([objective(output) for output in outputs]).sum().backward()
-    here = {n: g.to_dense() for n, g in gradients_of(cluster).items()}
+    here = _by_table(gradients_of(cluster), lookups)
     on_ranks = merged([steps[0][1] for steps, *_ in found], tables)
     assert {n for n in here if n in tables} == {n for n in on_ranks if n in tables}
     assert all(torch.equal(here[n], on_ranks[n]) for n in tables if n in here)
@@ -99,10 +126,11 @@ def test_steps_equal_one_process(ranks: Ranks, name: str, grid: tuple[int, int, 
         expected = {n: p.grad for n, p in flat.named_parameters() if p.grad is not None}
         sparse = {n for n, g in expected.items() if g.is_sparse}
         mine: Tensors = merged([steps[step][1] for steps, *_ in found], tables)
-        assert mine.keys() == expected.keys()
+        whole = _by_table(expected, lookups)
+        assert mine.keys() == whole.keys()
         assert {n for steps, *_ in found for n, is_sparse in steps[step][2].items() if is_sparse} == sparse
         if step == 0:
-            worst, parameter = furthest(mine, {n: g.to_dense() for n, g in expected.items()})
+            worst, parameter = furthest(mine, whole)
             assert worst <= 1, (parameter, worst)
         optimizer.step()
     for full, expected_state in ((full, flat.state_dict()) for _, full, _ in found):
@@ -125,7 +153,9 @@ def empty_on_ranks(name: str) -> list[Tensors]:
     return found
 
 
-@pytest.mark.parametrize("name", ["one table", "offsets", "stacked offsets", "field major"])
+@pytest.mark.parametrize(
+    "name", ["one table", "offsets", "stacked offsets", "field major", "ragged", "chained", "fields over time"]
+)
 def test_ranks_without_samples(ranks: Ranks, name: str) -> None:
     found = ranks(2, empty_on_ranks, name)
     for step, one in enumerate([(3, 0), (0, 3), (0, 0)]):

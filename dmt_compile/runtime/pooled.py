@@ -375,6 +375,8 @@ class MakeOutput(nn.Module):
             # The features are the last dimension of the ids, and each has its ids side by side.
             width = shape[-1]
             columns = columns.view(len(columns), len(self._dims), self._dims[0] // width, width).transpose(1, 2)
+            # As what it stands for: sums over it would else run in another order.
+            columns = columns.contiguous()
         if shape is not None:
             return columns.reshape(shape)
         return torchrec_adapter.make_output(self.output.keys, self._dims, columns)

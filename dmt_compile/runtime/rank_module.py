@@ -317,6 +317,8 @@ def _synchronised(module: _ByMode, tables: set[int], group: ProcessGroup, find_u
         return module
     # A tied parameter is skipped under each of its names.
     ignored = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in skipped]
+    # To it, a parameter of the outermost module is called both "name" and ".name".
+    ignored += [f".{name}" for name in ignored if "." not in name]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     return DistributedDataParallel(
         module,

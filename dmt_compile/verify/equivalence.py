@@ -288,9 +288,11 @@ class Verifier:
     @cached_property
     def _bags(self) -> list[dict[str, Bag]]:
         """Every rank's bags, by lookup."""
-        rounds = self.flat.lookups.rounds
+        towers = self.stages["towers"]
+        modules = [towers.module(node) for node in towers.graph.nodes if node.op == "call_module"]
+        rounds = [self.flat.lookups.rounds[module.round] for module in modules if isinstance(module, LocalBags)]
         found = []
-        for by_round in self._run_towers(cut_at(self.stages["towers"], LocalBags)):
+        for by_round in self._run_towers(cut_at(towers, LocalBags)):
             bags = {}
             for lookups, own in zip(rounds, by_round, strict=True):
                 place = lookups.bag_of
