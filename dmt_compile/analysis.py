@@ -72,8 +72,8 @@ def _analyse(flat: fx.GraphModule, root: nn.Module, example_inputs: ExampleInput
         lookups = lookups + found
     elif certain and not lookups.lookups:
         raise CaptureError(
-            "the model reads plain torch embeddings: pass example_inputs=(...), one batch as forward takes it, "
-            "so that the shapes of the ids are known"
+            "the model reads plain torch embeddings, or rows that are not pooled: pass example_inputs=(...), one batch as forward "
+            "takes it, so that the shapes of the ids are known"
         )
     else:
         why = "plain embeddings are spread over towers only with example_inputs="

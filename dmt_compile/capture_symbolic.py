@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.nn.utils import rnn
 
 from .adapters import torchrec as torchrec_adapter
+from .adapters import torchrec_sequences
 from .graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
 from .outside import Outside
 from .sources import reason, trace_of, user_frame
@@ -128,6 +129,8 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self.path_of_module(m)
+        if torchrec_sequences.is_collection(m):
+            return torchrec_sequences.trace(m, *args, **kwargs)
         if path in self.whole:
             self.leaves[path] = self.whole[path]
             return self.create_proxy("call_module", path, args, kwargs)

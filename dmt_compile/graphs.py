@@ -81,6 +81,9 @@ EXTRAS = "dmt"
 INPUT = "dmt_input"
 """Meta key of nodes that hold one tensor of the inputs: its path, as of :func:`input_path`, and how a user writes it."""
 
+LABEL = "dmt_label"
+"""Meta key of nodes whose value has a name of the user's, which :func:`source_text` gives."""
+
 
 class _Extras(nn.Module):
     """Holder of the modules that passes put beside the model's own."""
@@ -137,6 +140,8 @@ def source_text(node: fx.Node) -> str:
     """How a user would write the value of a node, where it comes straight from an argument; the node's name otherwise."""
     if node.op == "placeholder":
         return str(node.target)
+    if LABEL in node.meta:
+        return str(node.meta[LABEL])
     if INPUT in node.meta:
         return str(node.meta[INPUT][1])
     inner = node.args[0] if node.args else None

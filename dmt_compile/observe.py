@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 class Seen:
     """A tensor of the graph: its shape for the whole example batch and for half of it, its type, and its values if it holds ids.
 
-    ``probes`` are its values where all inputs are zero, and where all are one; None where the graph does not run on these or where
+    ``probes`` are its values where all inputs are zero (and jagged ones longer), and where all are one; None where the graph does not run on these or where
     the tensor depends on a lookup.
     """
 
@@ -160,6 +160,8 @@ def _probe(
                 stack.append(used)
 
     def filled(leaf: Any) -> Any:
+        if torchrec_adapter.is_jagged(leaf):
+            return torchrec_adapter.with_more_ids(leaf, value)
         return torch.full_like(leaf, value) if isinstance(leaf, torch.Tensor) else leaf
 
     probe_args, probe_kwargs = tree_map(filled, (args, kwargs), is_leaf=torchrec_adapter.is_jagged)

@@ -343,6 +343,17 @@ def deal(batch: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTens
     ]
 
 
+def with_more_ids(batch: KeyedJaggedTensor, value: int) -> KeyedJaggedTensor:
+    """As many samples and features, but one more id in every bag, and all ids ``value``."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    lengths = batch.lengths() + 1
+    ids = torch.full((int(lengths.sum()),), value, dtype=batch.values().dtype, device=batch.values().device)
+    weights = batch.weights_or_none()
+    more = torch.full(ids.shape, float(value), dtype=weights.dtype, device=weights.device) if weights is not None else None
+    return KeyedJaggedTensor(keys=batch.keys(), values=ids, weights=more, lengths=lengths, stride=batch.stride())
+
+
 def parts_of(value: object) -> dict[str, Any] | None:
     """What a KeyedTensor, a KeyedJaggedTensor or a JaggedTensor consists of, by name; None for anything else."""
     cls = _loaded("torchrec.sparse.jagged_tensor", "KeyedTensor")

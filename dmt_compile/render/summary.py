@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..exchange import IdExchange
+from ..exchange import Exchange, IdExchange
 from ..lookups import LookupOutput, LookupSet
 from ..runtime.pooled import ExchangeRows
 from .facts import EXCHANGE_NAMES, ids_facts, traffic_by_rank
@@ -162,6 +162,7 @@ def _lookups(program: TowerProgram) -> Iterator[RenderableType]:
     if len(groups) > _MOST_LOOKUPS:
         left = sum(len(outputs) for outputs in list(groups.values())[_MOST_LOOKUPS:])
         yield _line(f"  ... and {left:,} more (program.lookups.outputs)")
+    yield from _rounds(lookups)
 
 
 def _style(lookups: LookupSet, output: LookupOutput) -> str:
@@ -169,24 +170,51 @@ def _style(lookups: LookupSet, output: LookupOutput) -> str:
     served = [lookups.lookup[name] for name in output.lookups]
     source = lookups.sources[served[0].source]
     result = "/".join(dict.fromkeys(x.pooling for x in served))
+    if source.unit != "sample":
+        return f"any {source.unit}s: {result}"
     if source.form == "fixed":
-        return f"{counted(source.count, 'id')}: {'row' if result == 'rows' and source.count == 1 else result}"
+        ids = counted(source.count, "id") if source.count else "n ids"
+        return f"{ids}: {'row' if result == 'rows' and source.count == 1 else result}"
     return f"{source.form}: {result}"
+
+
+def _rounds(lookups: LookupSet) -> Iterator[RenderableType]:
+    """Which lookups are served apart from the others."""
+    if len(lookups.rounds) == 1:
+        return
+    yield _line(f"  {len(lookups.rounds)} rounds of exchanges, one after the other:")
+    for number, one in enumerate(lookups.rounds):
+        per = "" if one.unit == "sample" else f", a row per {one.unit}"
+        names = listed([x.name for x in one.lookups], WIDTH - 24 - len(per))
+        yield _line(f"    {number + 1}: {names}{per}")
 
 
 def _traffic(program: TowerProgram) -> RenderableType:
     table = _table("", "AlltoAll", "ranks", "inside the host", "across hosts", left=(0, 1, 3, 4))
     for name in ("classic", "sptt"):
         total = [(0, 0)] * program.topology.world_size
-        exchanges = [module.exchange for module in _modules(program.stages[name]) if isinstance(module, ExchangeRows)]
-        for number, exchange in enumerate(exchanges):
-            traffic = traffic_by_rank(exchange, program.topology)
-            total = [(a + c, b + d) for (a, b), (c, d) in zip(total, traffic, strict=True)]
-            label = EXCHANGE_NAMES[exchange.axis].removesuffix(" AlltoAll")
-            table.add_row("" if number else name, label, f"{len(exchange.members(0)):,}", *_mean_max(traffic))
-        if len(exchanges) > 1:
+        found: dict[tuple[str, str], list[Exchange]] = {}
+        for module in _modules(program.stages[name]):
+            if isinstance(module, ExchangeRows):
+                found.setdefault((module.exchange.unit, module.exchange.axis), []).append(module.exchange)
+        per_sample = 0
+        for number, ((unit, axis), exchanges) in enumerate(sorted(found.items(), key=lambda item: item[0][0] != "sample")):
+            traffic = _added([traffic_by_rank(exchange, program.topology) for exchange in exchanges])
+            label = EXCHANGE_NAMES[axis].removesuffix(" AlltoAll") + ("" if unit == "sample" else f", per {unit}")
+            if unit == "sample":
+                per_sample += 1
+                total = _added([total, traffic])
+            elif per_sample > 1:
+                table.add_row("", "together", "", *_mean_max(total))
+                per_sample = 0
+            table.add_row("" if number else name, label, f"{len(exchanges[0].members(0)):,}", *_mean_max(traffic))
+        if per_sample > 1:
             table.add_row("", "together", "", *_mean_max(total))
     return _inset(table)
+
+
+def _added(parts: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    return [(sum(inside for inside, _ in own), sum(across for _, across in own)) for own in zip(*parts, strict=True)]
 
 
 def _mean_max(traffic: Sequence[tuple[int, int]]) -> Iterator[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +22,8 @@ from .base import Progress, RankContext, Traffic
 from .consensus import agree
 from .groups import TowerGroups, refuse_device, timeout_of
 from .ids import FAILED
-from .materialize import Narrow, materialize
+from .materialize import materialize
+from .ownership import prune
 from .shards import RowShards, cut_rows
 
 
@@ -381,7 +380,7 @@ def distribute(
             f"{topology.ranks_per_host} ranks = {topology.world_size}: use Topology.from_env() or start {topology.world_size} ranks"
         )
     root = clone_sharing_tensors(stage.root)
-    pruned = _prune(root, stage, rank)
+    pruned = prune(root, stage, rank)
     # A rank may be left without any tensor, so the whole model is asked.
     tensors = [*stage.root.parameters(), *stage.root.buffers()]
     home = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
@@ -411,66 +410,3 @@ def _weight_dtype(stage: Stage) -> torch.dtype | None:
     read = {lookup.table for lookup in lookups.lookups if lookup.weighted}
     found = {stage.root.get_parameter(lookups.table[name].parameter).dtype for name in read}
     return found.pop() if len(found) == 1 else None
-
-
-@dataclass(frozen=True)
-class _Pruned:
-    """What became of the tables in a rank's module tree, by state-dict key.
-
-    ``foreign`` are gone; ``aliases`` maps every further name of a table to its first one; ``bases`` says at which row of this
-    rank's parameter a table begins; ``narrow`` cuts parameters that are still on the meta device, by identity.
-    """
-
-    foreign: frozenset[str]
-    aliases: Mapping[str, str]
-    bases: Mapping[str, int]
-    narrow: Mapping[int, Narrow]
-
-
-def _prune(root: nn.Module, stage: Stage, rank: int) -> _Pruned:
-    """Remove other ranks' tables from ``root``; of a parameter that several ranks hold, keep the rows of this rank's tables."""
-    own = set(stage.plan.tables_of_rank[rank])
-    shards = stage.lookups.shards
-    first = {id(root.get_parameter(key)): key for key in shards}
-    mine = {key: [table for table in tables if table.name in own] for key, tables in shards.items()}
-    foreign: set[str] = set()
-    aliases: dict[str, str] = {}
-    bases: dict[str, int] = {}
-    narrow: dict[int, Narrow] = {}
-    places: list[tuple[nn.Module, str, str]] = []
-    # A module that is registered twice has its keys twice.
-    for path, module in root.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            parameter_key = first.get(id(parameter))
-            if parameter_key is None:
-                continue
-            key = f"{path}.{name}" if path else name
-            if key != parameter_key:
-                aliases[key] = parameter_key
-            if not mine[parameter_key]:
-                foreign.add(key)
-            if len(mine[parameter_key]) < len(shards[parameter_key]):
-                places.append((module, name, parameter_key))
-    kept: dict[str, nn.Parameter] = {}
-    for module, name, key in places:
-        if not mine[key]:
-            module._parameters.pop(name, None)
-            continue
-        parameter = module._parameters[name]
-        assert parameter is not None
-        if parameter.is_meta:
-            narrow[id(parameter)] = partial(_keep_rows, tables=mine[key])
-        else:
-            if key not in kept:
-                kept[key] = _keep_rows(parameter, mine[key])
-            module._parameters[name] = kept[key]
-        row = 0
-        for table in mine[key]:
-            bases[table.name] = row
-            row += table.rows
-    return _Pruned(frozenset(foreign), aliases, bases, narrow)
-
-
-def _keep_rows(parameter: nn.Parameter, tables: Sequence[Table]) -> nn.Parameter:
-    rows = [parameter.detach()[table.start : table.end] for table in tables]
-    return nn.Parameter(torch.cat(rows), requires_grad=parameter.requires_grad)

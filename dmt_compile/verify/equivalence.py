@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..adapters import torchrec as torchrec_adapter
+from ..adapters import torchrec_sequences
 from ..errors import DmtError, InputError, VerificationError
 from ..graphs import clone_sharing_tensors, clone_with_parameters
 from ..runtime.ids import Bag, LocalBags, MakeRequest
@@ -44,6 +45,7 @@ class _Copies:
         roots = [clone_sharing_tensors(base, copy_buffers=True) for _ in range(world_size)]
         for copy in roots:
             torchrec_adapter.accept_empty_batches(copy)
+            torchrec_sequences.accept_empty_batches(copy)
         return cls(dict(base.named_parameters()), roots)
 
     def gradients(self) -> Gradients:
