@@ -14,6 +14,7 @@ from .errors import CaptureError
 from .graphs import keys_read
 from .lookups import LookupSet
 from .observe import ExampleInputs, observe
+from .shapes import SHAPE
 from .verify.deal import Layout
 
 
@@ -66,8 +67,11 @@ def _analyse(flat: fx.GraphModule, root: nn.Module, example_inputs: ExampleInput
     names = tuple(str(node.target) for node in flat.graph.nodes if node.op == "placeholder")
     layout = Layout(names, plain_calls.ragged_inputs(calls), keys_read(flat.graph))
     replicated: dict[str, str] = {}
-    if calls and example_inputs is not None:
+    if example_inputs is not None:
         observed = observe(flat, root, calls, example_inputs, layout)
+        for node in flat.graph.nodes:
+            if node.name in observed.shapes:
+                node.meta[SHAPE] = observed.shapes[node.name]
         found, replicated = plain.find_plain(flat, calls, observed, lookups, keep)
         lookups = lookups + found
     elif certain and not lookups.lookups:

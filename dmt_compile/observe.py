@@ -15,23 +15,23 @@ from .adapters import plain_calls
 from .adapters import torchrec as torchrec_adapter
 from .errors import CaptureError
 from .graphs import clone_sharing_tensors, extras_of, graph_module_over
+from .shapes import Shape, fit
 from .verify.cluster import placeholders
 from .verify.deal import Layout, batch_size, deal_sizes
 
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Seen:
     """A tensor of the graph: its shape for the whole example batch and for half of it, its type, and its values if it holds ids.
 
-    ``probes`` are its values where all inputs are zero (and jagged ones longer), and where all are one; None where the graph does not run on these or where
-    the tensor depends on a lookup.
+    ``probes`` are its values where all inputs are zero (and jagged ones longer), and where all are one; None where the graph does
+    not run on these or where the tensor depends on a lookup.
     """
 
-    shape: Shape
-    fewer: Shape
+    shape: tuple[int, ...]
+    fewer: tuple[int, ...]
     dtype: torch.dtype
     values: torch.Tensor | None
     probes: tuple[torch.Tensor, torch.Tensor] | None
@@ -44,11 +44,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Observed:
-    """What was seen on ``batch`` samples, and on ``fewer``, by node."""
+    """What was seen on ``batch`` samples, and on ``fewer``, by node; ``shapes`` are those of all tensors of the graph."""
 
     batch: int
     fewer: int
     tensors: Mapping[str, Seen]
+    shapes: Mapping[str, Shape]
 
 
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -66,7 +67,7 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
 def observe(
     flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.Call], example_inputs: ExampleInputs, layout: Layout
 ) -> Observed:
-    """See the ids, offsets and results of plain lookups.
+    """See the ids, offsets and results of plain lookups, and the shapes of all tensors.
 
     Raises:
         CaptureError: the model does not run on the example inputs, or not on half of them, or there are too few samples.
@@ -84,45 +85,51 @@ def observe(
     plain_calls.copy_tables_that_reading_changes(module, calls)
     full = _run(module, names, args, kwargs)
     fewer = batch // 2
-    half_args, half_kwargs = deal_sizes(args, kwargs, [fewer, batch - fewer], layout)[0]
+    first_half, second_half = deal_sizes(args, kwargs, [fewer, batch - fewer], layout)
     try:
-        half = _run(module, names, half_args, half_kwargs)
+        half = _run(module, names, *first_half)
     except CaptureError as error:
         if fewer:
             raise
         raise CaptureError("example_inputs must hold at least two samples: the model does not run on none of them") from error
+    rest = _run(module, set(), *second_half)
+    runs = ((batch, full.shapes), (fewer, half.shapes), (batch - fewer, rest.shapes))
+    shapes = {name: fit([(size, own[name]) for size, own in runs if name in own]) for name in full.shapes}
     zeros, ones = (_probe(module, calls, read, args, kwargs, value) for value in (0, 1))
     tensors = {}
-    for name, value in full.items():
-        if name in half:
+    for name, value in full.tensors.items():
+        if name in half.tensors:
             probes = (zeros[name], ones[name]) if name in zeros and name in ones else None
             kept = value if name in read and not value.dtype.is_floating_point else None
-            tensors[name] = Seen(tuple(value.shape), tuple(half[name].shape), value.dtype, kept, probes)
-    return Observed(batch, fewer, tensors)
+            tensors[name] = Seen(tuple(value.shape), tuple(half.tensors[name].shape), value.dtype, kept, probes)
+    return Observed(batch, fewer, tensors, {name: shape for name, shape in shapes.items() if shape is not None})
 
 
 class _Recorder(fx.Interpreter):
-    """Keeps the tensors of some nodes; of nodes in ``skipped`` it runs nothing."""
+    """Keeps the tensors of some nodes and the shapes of all; of nodes in ``skipped`` it runs nothing."""
 
     def __init__(self, module: fx.GraphModule, names: set[str], given: Mapping[fx.Node, Any], skipped: set[fx.Node]) -> None:
         super().__init__(module)
         self.names = names
         self.given = given
         self.skipped = skipped
-        self.found: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.skipped:
             return None
         value = self.given[n] if n.op == "placeholder" else super().run_node(n)
-        if n.name in self.names and isinstance(value, torch.Tensor):
-            self.found[n.name] = value.detach()
+        if isinstance(value, torch.Tensor) and not value.is_nested:
+            self.shapes[n.name] = tuple(value.shape)
+            if n.name in self.names:
+                self.tensors[n.name] = value.detach()
         return value
 
 
 def _run(
     module: fx.GraphModule, names: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], skipped: set[fx.Node] | None = None
-) -> dict[str, torch.Tensor]:
+) -> _Recorder:
     try:
         given = placeholders(module.graph, args, kwargs)
     except TypeError as error:
@@ -135,7 +142,7 @@ def _run(
         except Exception as error:
             first = str(error).strip().split("\n")[0]
             raise CaptureError(f"the model does not run on example_inputs: {type(error).__name__}: {first}") from error
-    return recorder.found
+    return recorder
 
 
 def _probe(
@@ -169,5 +176,5 @@ def _probe(
     found: dict[str, torch.Tensor] = {}
     # The inputs are not real ones: nothing says that the model can take them.
     with suppress(CaptureError):
-        found = _run(module, {node.name for node in wanted}, probe_args, probe_kwargs, skipped)
+        found = _run(module, {node.name for node in wanted}, probe_args, probe_kwargs, skipped).tensors
     return found

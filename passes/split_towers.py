@@ -23,6 +23,7 @@ from dmt_compile.errors import PassError, at
 from dmt_compile.lookups import LookupSet
 from dmt_compile.runtime.ids import LocalBags, ReadIds, SelectIds
 from dmt_compile.runtime.pooled import JoinColumns, MakeOutput, TowerLookups
+from dmt_compile.shapes import SHAPE
 from dmt_compile.stage import Stage
 
 from .base import Draft, GraphPass
@@ -101,6 +102,8 @@ def _split(draft: Draft, number: int, lookups: LookupSet, made_before: Mapping[s
             made = draft.call(f"output_{index}", MakeOutput(output, lookups), part, *shaped)
         call.replace_all_uses_with(made)
         result[output.node] = made
+        if SHAPE in call.meta:
+            made.meta[SHAPE] = call.meta[SHAPE]
     for call in reversed(calls):
         weights = [used for used in call.all_input_nodes if used.op == "get_attr"]
         draft.erase(call)

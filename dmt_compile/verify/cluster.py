@@ -7,8 +7,9 @@ starts is reported instead of hanging.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ _Steps = Generator[_Transfer, torch.Tensor, Any]
 
 Inputs = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
+Watch = Callable[[int, fx.Node, Any], None]
+"""Called with a rank, a node of its graph, and the node's value."""
+
 
 GIVEN = "given"
 """Meta key of nodes whose values are not computed but given, and the name that they are given under."""
@@ -56,14 +60,15 @@ def simulate(
     roots: Sequence[nn.Module],
     seed: int | None = None,
     given: Sequence[Mapping[str, Any]] | None = None,
+    watch: Watch | None = None,
 ) -> list[Any]:
     """Run a stage on all ranks in lock-step; ``roots`` are the module trees that the ranks read parameters from.
 
-    ``given`` are every rank's values of the nodes that are marked ``GIVEN``.
+    ``given`` are every rank's values of the nodes that are marked ``GIVEN``; ``watch`` sees the value of every node.
     """
     topology = stage.plan.topology
     programs = [stage.bind(RankContext(rank, root, topology)) for rank, root in enumerate(roots)]
-    return run_cluster(programs, stage.plan.grid, inputs, seed, given)
+    return run_cluster(programs, stage.plan.grid, inputs, seed, given, watch)
 
 
 def run_cluster(
@@ -72,6 +77,7 @@ def run_cluster(
     inputs: Inputs,
     seed: int | None = None,
     given: Sequence[Mapping[str, Any]] | None = None,
+    watch: Watch | None = None,
 ) -> list[Any]:
     """Run one program per rank, each on its own ``(args, kwargs)``; the outputs by rank.
 
@@ -80,10 +86,10 @@ def run_cluster(
     Raises:
         VerificationError: ranks wait for different collectives, or disagree on a size; names the pass and the node.
     """
-    ranks = [
-        _Rank(_execute(program, *arguments, given[r] if given is not None else {}), None if seed is None else seed + r)
-        for r, (program, arguments) in enumerate(zip(programs, inputs, strict=True))
-    ]
+    ranks = []
+    for rank, (program, (args, kwargs)) in enumerate(zip(programs, inputs, strict=True)):
+        steps = _execute(program, args, kwargs, given[rank] if given else {}, partial(watch, rank) if watch else None)
+        ranks.append(_Rank(steps, None if seed is None else seed + rank))
     waiting = {number: rank.advance(None) for number, rank in enumerate(ranks)}
     while True:
         finished = [number for number, transfer in waiting.items() if transfer is None]
@@ -176,7 +182,13 @@ def _named(node: fx.Node) -> str:
     return f"pass '{node.meta.get(PASS, 'capture')}', {at(node)}"
 
 
-def _execute(program: BoundGraph, args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[str, Any]) -> _Steps:
+def _execute(
+    program: BoundGraph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Mapping[str, Any],
+    watch: Callable[[fx.Node, Any], None] | None,
+) -> _Steps:
     """Interpret one rank's graph; yields at every collective and returns the graph's output."""
     values: dict[fx.Node, Any] = {}
     last_use = {used: node for node in program.graph.nodes for used in node.all_input_nodes}
@@ -211,6 +223,8 @@ def _execute(program: BoundGraph, args: tuple[Any, ...], kwargs: dict[str, Any],
         except Exception as error:
             error.add_note(f"(while running {_named(node)} of the compiled graph)")
             raise
+        if watch is not None:
+            watch(node, values[node])
         for used in ends.get(node, ()):
             del values[used]
     raise VerificationError("the graph has no output node")

@@ -21,6 +21,7 @@ from .cluster import Inputs, simulate
 from .compare import bits_differ, cancellation, excess, furthest, furthest_change, tensors_in, tolerance
 from .exact import exact_difference, refuse_other_reads
 from .layout import check_layout
+from .sizes import SizesSeen, wrong_size
 from .surgery import cut_at, cut_at_names, made_outputs, refuse_other_layers
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -76,6 +77,7 @@ class Verifier:
         self.plan = self.flat.plan
         self.world = self.plan.topology.world_size
         self.seed = seed
+        self._seen = SizesSeen()
         self.inputs = inputs
         self.sizes = tuple(sizes)
         meta = next((name for name, tensor in _state(self.flat.root) if tensor.is_meta), None)
@@ -107,6 +109,7 @@ class Verifier:
         expected = self.reference()
         for name in ("towers", *_EXCHANGING):
             checks.append(self._run(f"outputs, stage {name}", "bit for bit", partial(self.outputs, name, expected)))
+        checks.append(self._run("recorded shapes", "equal at run time", self.recorded_shapes))
         relative = f"within {tolerance(torch.float32):.1e} of the largest (float32): sums change order"
         checks.append(self._run("table gradients, integers", "bit for bit (float64)", self.exact_gradients))
         for name in ("towers", "lowered"):
@@ -161,7 +164,7 @@ class Verifier:
     def outputs(self, name: str, expected: Sequence[Any]) -> tuple[bool, str]:
         copies = _Copies.of(self.flat.root, self.world)
         with torch.no_grad():
-            found = simulate(self.stages[name], self.inputs, copies.roots, self.seed)
+            found = simulate(self.stages[name], self.inputs, copies.roots, self.seed, watch=self._seen.watch(name))
         for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             difference = bits_differ(mine, theirs)
             if difference is not None:
@@ -178,6 +181,18 @@ class Verifier:
         self._refuse_other_trained(found, expected)
         worst, parameter = furthest(found, expected, terms, self._sums)
         return self._within(worst, parameter, expected)
+
+    def recorded_shapes(self) -> tuple[bool, str]:
+        """The shapes in the graphs of all stages against those of the values, as seen while the outputs were compared."""
+        copies = _Copies.of(self.flat.root, self.world)
+        with torch.no_grad():
+            simulate(self.flat, self.inputs, copies.roots, self.seed, watch=self._seen.watch("flat"))
+        compared, free, wrong = wrong_size(self.stages, self._seen, self.sizes)
+        if wrong is not None:
+            return False, wrong
+        if not compared:
+            return True, "none: compiled without example_inputs"
+        return True, f"{compared} tensors, {len(self._seen.of)} stages" + (f"; {free} depend on the data" if free else "")
 
     @cached_property
     def _flat_gradients(self) -> tuple[Gradients, dict[str, torch.Tensor]]:
