@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 # "rows" keeps every row: nothing is pooled.
-Pooling = Literal["sum", "mean", "max", "rows"]
+Pooling = Literal["sum", "mean", "max", "amax", "rows"]
 
 Form = Literal["keyed", "fixed", "offsets"]
 
@@ -57,7 +57,8 @@ class IdSource:
     A lookup makes one row of columns per ``unit``. That is the batch's sample, wherever the number of ids, or of bags, of a batch
     follows from the number of its samples; elsewhere it is the "id" or the "bag". A fixed source whose unit is no sample has
     ``count`` 1. Lookups of other units, and those whose ids are computed from the result of others, are served in a ``round`` of
-    exchanges of their own. Where ids count from the end if they are negative, ``wraps`` is the number of rows.
+    exchanges of their own. Where ids count from the end if they are negative, ``wraps`` is the number of rows. Weights that are a
+    mask are taken as numbers of ``weight_dtype``.
     """
 
     node: str
@@ -72,6 +73,7 @@ class IdSource:
     unit: Unit = "sample"
     round: int = 0
     wraps: int = 0
+    weight_dtype: torch.dtype | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -84,9 +86,11 @@ class Lookup:
     """One lookup: the bags of ``feature``, taken from id source number ``source``, read from ``table``.
 
     ``name`` is unique in the model. Its output is (B, ``dim``) of ``dtype``, part of output number ``output``. Rows that are
-    not pooled lie side by side: n ids per sample in a table of width d make n * d columns. ``padding_idx`` and ``sparse``
-    (gradients) are those of ``torch.nn.functional.embedding``. ``grad`` is False for a lookup that the model makes under
-    ``torch.no_grad()``. ``max_norm`` and ``norm_type`` are torch's: rows that are read are scaled down in the table first.
+    not pooled lie side by side: n ids per sample in a table of width d make n * d columns. Where the model takes rows and pools the
+    ``sequence`` rows of every sample itself, its own operation pools them at the owner, after they are multiplied by their weights;
+    "amax" is found only there. ``padding_idx`` and ``sparse`` (gradients) are those of ``torch.nn.functional.embedding``. ``grad``
+    is False for a lookup that the model makes under ``torch.no_grad()``. ``max_norm`` and ``norm_type`` are torch's: rows that are
+    read are scaled down in the table first.
     """
 
     name: str
@@ -103,6 +107,12 @@ class Lookup:
     grad: bool = True
     max_norm: float | None = None
     norm_type: float = 2.0
+    sequence: int = 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows are taken from the table as they are, whatever becomes of them."""
+        return self.pooling == "rows" or bool(self.sequence)
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,8 @@ class LookupOutput:
 
     ``keys`` are the names under which the node offers the columns; ``location`` is the user's file:line. ``shape`` is that of
     a plain tensor output, -1 in the place of the dimension that grows with the batch; None for a KeyedTensor. Where it has no
-    fixed shape, it is that of the value of node ``like``, and the columns are its last dimension.
+    fixed shape, it is that of the value of node ``like``, and the columns are its last dimension. ``inner`` are further nodes that
+    the lookup stands for: rows before the model pools them.
     """
 
     node: str
@@ -133,6 +144,7 @@ class LookupOutput:
     location: str | None
     shape: tuple[int, ...] | None = None
     like: str | None = None
+    inner: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

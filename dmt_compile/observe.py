@@ -44,12 +44,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Observed:
-    """What was seen on ``batch`` samples, and on ``fewer``, by node; ``shapes`` are those of all tensors of the graph."""
+    """What was seen on ``batch`` samples, and on ``fewer``, by node; ``shapes`` and ``dtypes`` are those of all tensors."""
 
     batch: int
     fewer: int
     tensors: Mapping[str, Seen]
     shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
 
 
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,7 +103,8 @@ def observe(
             probes = (zeros[name], ones[name]) if name in zeros and name in ones else None
             kept = value if name in read and not value.dtype.is_floating_point else None
             tensors[name] = Seen(tuple(value.shape), tuple(half.tensors[name].shape), value.dtype, kept, probes)
-    return Observed(batch, fewer, tensors, {name: shape for name, shape in shapes.items() if shape is not None})
+    known = {name: shape for name, shape in shapes.items() if shape is not None}
+    return Observed(batch, fewer, tensors, known, full.dtypes)
 
 
 class _Recorder(fx.Interpreter):
@@ -115,6 +117,7 @@ class _Recorder(fx.Interpreter):
         self.skipped = skipped
         self.tensors: dict[str, torch.Tensor] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.skipped:
@@ -122,6 +125,7 @@ class _Recorder(fx.Interpreter):
         value = self.given[n] if n.op == "placeholder" else super().run_node(n)
         if isinstance(value, torch.Tensor) and not value.is_nested:
             self.shapes[n.name] = tuple(value.shape)
+            self.dtypes[n.name] = value.dtype
             if n.name in self.names:
                 self.tensors[n.name] = value.detach()
         return value

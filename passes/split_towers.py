@@ -104,7 +104,8 @@ def _split(draft: Draft, number: int, lookups: LookupSet, made_before: Mapping[s
         result[output.node] = made
         if SHAPE in call.meta:
             made.meta[SHAPE] = call.meta[SHAPE]
-    for call in reversed(calls):
+    inner = [nodes[name] for output in lookups.outputs for name in output.inner]
+    for call in reversed([node for node in draft.graph.nodes if node in {*calls, *inner}]):
         weights = [used for used in call.all_input_nodes if used.op == "get_attr"]
         draft.erase(call)
         for weight in weights:

@@ -387,6 +387,24 @@ class Indexed(nn.Module):
         return torch.cat(taken, dim=1).sum(1, keepdim=True) + self.bias[:1] + self.bias[torch.tensor([1, 2])].sum()
 
 
+class PooledByTheModel(nn.Module):
+    """Rows that the model pools at once: sum, mean and max, plain or weighted by a mask or a number for each id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(BIG, 2, padding_idx=0, sparse=i == 1) for i in range(8)])
+        self.short = nn.Embedding(BIG, 2, dtype=torch.bfloat16)
+        self.top = nn.Linear(2 * 8, 1)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        t, mask = self.tables, (x > 0).unsqueeze(-1)
+        found = [t[0](x).sum(1), torch.mean(t[1](x), dim=1), t[2](x).max(dim=1)[0], torch.amax(t[3](x), 1)]
+        found += [(t[4](x) * mask.float()).sum(dim=1) / mask.sum(1).clamp(min=1), (mask * t[5](x)).mean(-2)]
+        found += [torch.max(t[6](x) * weights.unsqueeze(2), 1).values, t[7](x).sum(1, keepdim=True).squeeze(1)]
+        half = (self.short(x) * mask).sum(1).float().sum(1, keepdim=True)
+        return self.top(torch.cat(found, dim=1)) + half
+
+
 class FieldByField(nn.Module):
     """One table for all fields, read field by field with the field's start added in Python, and a list of ids of one field."""
 
@@ -477,6 +495,7 @@ CASES = {
     "chained": Case(Chained, lambda draw: (draw.id(BIG, 2), draw.id(BIG, 3))),
     "ragged": Case(Ragged, lambda draw: (draw.id(BIG, 4), draw.id(BIG))),
     "bags of parts": Case(BagsOfParts, lambda draw: (draw.id(BIG, 4),)),
+    "pooled by the model": Case(PooledByTheModel, lambda draw: (draw.id(BIG, 3), draw.dense(3).abs())),
     "indexed": Case(Indexed, lambda draw: (draw.id(BIG, 2), draw.id(BIG))),
     "field by field": Case(FieldByField, lambda draw: (draw.fields(), draw.id(FIELDS[1], 3))),
     "fields over time": Case(FieldsOverTime, lambda draw: (torch.stack([draw.id(rows, 3) for rows in FIELDS], dim=2),)),

@@ -91,6 +91,7 @@ def train_on_ranks(name: str, grid: tuple[int, int, int], sizes: list[list[int]]
         ("shared", (3, 1, 3)),
         ("functional", (2, 2, 2)),
         ("chained", (2, 2, 2)),
+        ("pooled by the model", (2, 2, 2)),
         ("ragged", (2, 3, 2)),
         ("bags of parts", (2, 2, 4)),
         ("indexed", (3, 2, 3)),

@@ -9,20 +9,30 @@ from torch import fx
 
 from ..errors import source_location
 from ..graphs import NO_GRAD, source_text
-from ..lookups import IdSource, Lookup, LookupOutput, LookupSet, Table, Unit
+from ..lookups import IdSource, Lookup, LookupOutput, LookupSet, Pooling, Table, Unit
 from ..observe import Observed, Seen
 from .fields import split_rows
 from .plain_calls import Call, kept_weights
+from .pooled_rows import PooledRows, pooled_rows
 
 
 @dataclass(frozen=True)
 class _Served:
-    """A lookup that an owner can serve: where its ids come from, and the shape of its result."""
+    """A lookup that an owner can serve: where its ids come from, and the shape of its result.
+
+    One whose rows the owner also pools can be served ``as_rows`` instead.
+    """
 
     call: Call
     source: IdSource
     shape: tuple[int, ...] | None
     like: str | None
+    pooled: PooledRows | None = None
+    as_rows: _Served | None = None
+
+    @property
+    def pooling(self) -> Pooling:
+        return self.pooled.pooling if self.pooled is not None else self.call.pooling
 
 
 @dataclass(frozen=True)
@@ -49,15 +59,19 @@ def find_plain(
     kept = {call.parameter: keep[call.parameter] for call in calls if keep and call.parameter in keep}
     replicated = {**kept, **kept_weights(flat, calls)}
     served = []
+    behind = _behind(flat, {call.node for call in calls}, {output.node for output in others.outputs})
     for call in calls:
         if call.parameter not in replicated:
-            found = _serve(call, observed)
+            found = _serve(call, observed, pooled_rows(call, observed, behind))
             if isinstance(found, str):
                 replicated[call.parameter] = f"{call.at}: {found}"
             else:
                 served.append(found)
     served = [one for one in served if one.call.parameter not in replicated]
     rows = _tables(flat, served, observed, {*others.table, *others.lookup})
+    # What reads several tables cannot be pooled by the owner of one.
+    several = {node for own in rows.values() for node, places in own.places.items() if len(places) > 1}
+    served = [one.as_rows if one.as_rows is not None and one.call.node in several else one for one in served]
     served = [replace(one, source=_by_field(one.source, rows[one.call.parameter].places[one.call.node])) for one in served]
     served = _in_rounds(flat, served, {output.node for output in others.outputs})
     return _lookup_set(served, rows, set(others.lookup)), replicated
@@ -71,7 +85,18 @@ def _indexes_by_ids(call: Call, observed: Observed) -> bool:
     return seen.shape != seen.fewer or seen.varies
 
 
-def _serve(call: Call, observed: Observed) -> _Served | str:
+def _behind(flat: fx.GraphModule, calls: set[fx.Node], others: set[str]) -> dict[fx.Node, int]:
+    """Nodes that need lookups, and how many, one behind the other."""
+    depth: dict[fx.Node, int] = {}
+    for node in flat.graph.nodes:
+        behind = max((depth.get(used, 0) for used in node.all_input_nodes), default=0)
+        behind += node in calls or node.name in others
+        if behind:
+            depth[node] = behind
+    return depth
+
+
+def _serve(call: Call, observed: Observed, pooled: PooledRows | None) -> _Served | str:
     """How an owner can serve a lookup, or why none can."""
     seen, result = (observed.tensors.get(node.name) for node in (call.ids, call.node))
     if seen is None or result is None:
@@ -99,7 +124,13 @@ def _serve(call: Call, observed: Observed) -> _Served | str:
     def growing(shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(-1 if place == grows[0] else size for place, size in enumerate(shape))
 
-    return _Served(call, replace(source, count=count, shape=growing(seen.shape)), growing(result.shape), None)
+    source = replace(source, count=count, shape=growing(seen.shape))
+    rows = _Served(call, source, growing(result.shape), None)
+    if pooled is None or len(seen.shape) != 2:
+        return rows
+    if pooled.weights is not None:
+        source = replace(source, weighted=True, extra=(pooled.weights.name,), weight_dtype=call.dtype)
+    return _Served(call, source, pooled.shape, None, pooled, rows)
 
 
 def _serve_offsets(call: Call, source: IdSource, observed: Observed, result: Seen) -> _Served | str:
@@ -164,23 +195,16 @@ def _by_field(source: IdSource, places: Sequence[int]) -> IdSource:
 def _in_rounds(flat: fx.GraphModule, served: Sequence[_Served], other_lookups: set[str]) -> list[_Served]:
     """Give every lookup its round of exchanges: behind those that its ids depend on, and apart from those of other units."""
     by_node = {one.call.node: one for one in served}
-    # How many lookups, one behind the other, lead to a node.
-    depth: dict[fx.Node, int] = {}
+    depth = _behind(flat, set(by_node), other_lookups)
     rounds: dict[object, tuple[int, int]] = {}
     key_of = {}
     for node in flat.graph.nodes:
-        behind = max((depth.get(used, 0) for used in node.all_input_nodes), default=0)
         if node in by_node:
             one = by_node[node]
             own = max(depth.get(used, 0) for used in one.call.reads)
             key = (own, "sample" if one.source.unit == "sample" else (one.source.unit, one.source.nodes))
             rounds.setdefault(key, (own, len(rounds)))
             key_of[node] = key
-            behind = max(behind, own + 1)
-        elif node.name in other_lookups:
-            behind = max(behind, 1)
-        if behind:
-            depth[node] = behind
     first = (0, "sample")
     order = [first, *sorted((key for key in rounds if key != first), key=lambda key: rounds[key])]
     number = {key: index for index, key in enumerate(order)}
@@ -212,9 +236,9 @@ def _lookup_set(served: Sequence[_Served], rows: Mapping[str, _Rows], names_take
                     feature=feature,
                     table=table.name,
                     source=sources.index(one.source),
-                    pooling=call.pooling,
-                    weighted=call.weights is not None,
-                    dim=table.dim * (one.source.count if call.pooling == "rows" else 1),
+                    pooling=one.pooling,
+                    weighted=one.source.weighted,
+                    dim=table.dim * (one.source.count if one.pooling == "rows" else 1),
                     dtype=call.dtype,
                     output=len(outputs),
                     padding_idx=call.padding_idx if padded else None,
@@ -222,9 +246,13 @@ def _lookup_set(served: Sequence[_Served], rows: Mapping[str, _Rows], names_take
                     grad=NO_GRAD not in call.node.meta,
                     max_norm=call.max_norm,
                     norm_type=call.norm_type,
+                    sequence=one.source.count if one.pooled is not None else 0,
                 )
             )
-        outputs.append(LookupOutput(call.node.name, tuple(names), tuple(names), source_location(call.node), one.shape, one.like))
+        node = one.pooled.node if one.pooled is not None else call.node
+        inner = tuple(x.name for x in one.pooled.inner) if one.pooled is not None else ()
+        where = source_location(call.node)
+        outputs.append(LookupOutput(node.name, tuple(names), tuple(names), where, one.shape, one.like, inner))
     return LookupSet(tuple(table for own in rows.values() for table in own.tables), tuple(sources), tuple(lookups), tuple(outputs))
 
 

@@ -28,6 +28,8 @@ def read_ids(
         ids = torch.where(ids < 0, ids + source.wraps, ids)
     values, lengths = _fixed(ids, source) if source.form == "fixed" else _cut(ids, extra[0], source)
     weights = extra[-1].reshape(-1) if source.weighted else None
+    if weights is not None and source.weight_dtype is not None and not weights.dtype.is_floating_point:
+        weights = weights.to(source.weight_dtype)
     if weights is not None and weights.numel() != ids.numel():
         raise InputError(f"'{source.label}' has {weights.numel()} weights for {ids.numel()} ids")
     return list(source.features), values, lengths, weights

@@ -11,7 +11,7 @@ from torch import nn
 from ..adapters import torchrec as torchrec_adapter
 from ..exchange import Exchange, split_traffic
 from ..graphs import resolve_parameter
-from ..lookups import Lookup, LookupOutput, LookupSet, Table
+from ..lookups import Lookup, LookupOutput, LookupSet, Pooling, Table
 from .base import Progress, RankContext, RankLocal
 from .gradients import guard, scale_gradient, tie
 from .ids import Bag, GlobalBags
@@ -56,7 +56,7 @@ class _PooledReader:
         for group in self._groups:
             reads = [self.reads[index] for index in group]
             found = [bags[read.bag] for read in reads]
-            made = [_pool(reads[0], found[0])] if reads[0].lookup.pooling != "rows" else _rows(reads, found)
+            made = _rows(reads, found) if reads[0].lookup.gathers else [_pool(reads[0], found[0])]
             columns.update(zip(group, made, strict=True))
         return [columns[index] for index in range(len(self.reads))]
 
@@ -68,7 +68,7 @@ def _read_together(reads: Sequence[Read]) -> list[list[int]]:
         x = read.lookup
         padding = None if x.padding_idx is None else x.padding_idx + read.shift
         how = (x.dtype, padding, x.max_norm, x.norm_type, x.sparse, x.grad)
-        key = (id(read.module), read.attribute, *how) if x.pooling == "rows" else (index,)
+        key = (id(read.module), read.attribute, *how) if x.gathers else (index,)
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 
@@ -85,7 +85,27 @@ def _rows(reads: Sequence[Read], bags: Sequence[Bag]) -> list[torch.Tensor]:
         sparse=lookup.sparse,
     ).to(lookup.dtype)
     parts = rows.split([len(ids) for ids in values]) if len(values) > 1 else [rows]
-    return [part.view(bag.offsets.numel() - 1, read.lookup.dim) for part, read, bag in zip(parts, reads, bags, strict=True)]
+    return [_pooled_by_the_model(read.lookup, part, bag) for part, read, bag in zip(parts, reads, bags, strict=True)]
+
+
+def _pooled_by_the_model(lookup: Lookup, rows: torch.Tensor, bag: Bag) -> torch.Tensor:
+    """Rows side by side, or pooled as the model's own operation does it."""
+    units = bag.offsets.numel() - 1
+    if not lookup.sequence:
+        return rows.view(units, lookup.dim)
+    rows = rows.view(units, lookup.sequence, lookup.dim)
+    if lookup.weighted and bag.weights is not None:
+        rows = rows * bag.weights.to(rows.dtype).view(units, lookup.sequence, 1)
+    return pool_sequence(rows, lookup.pooling)
+
+
+def pool_sequence(rows: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """(B, n, d) -> (B, d), by the operation that the model was written with."""
+    if pooling == "sum":
+        return rows.sum(1)
+    if pooling == "mean":
+        return rows.mean(1)
+    return rows.amax(1) if pooling == "amax" else rows.max(1).values
 
 
 def _pool(read: Read, bag: Bag) -> torch.Tensor:

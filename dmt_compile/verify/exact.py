@@ -14,7 +14,7 @@ from ..graphs import clone_sharing_tensors, clone_with_parameters, extras_of
 from ..lookups import Lookup, LookupOutput
 from ..runtime.base import RankContext
 from ..runtime.ids import Bag
-from ..runtime.pooled import TowerLookups
+from ..runtime.pooled import TowerLookups, pool_sequence
 from ..stage import Stage
 from .cluster import Inputs, simulate
 from .compare import bits_differ
@@ -87,7 +87,9 @@ def exact_difference(
             if difference is not None:
                 return f"pooled '{lookup.name}' on rank {rank}: {difference}"
             cotangent = torch.randint(-4, 5, pooled.shape, generator=generator).double().to(pooled.device) * world
-            if lookup.pooling == "mean":
+            if lookup.sequence:
+                cotangent = cotangent * lookup.sequence
+            elif lookup.pooling == "mean":
                 lengths = _counted(bags[rank][lookup.name], lookup.padding_idx)
                 cotangent = cotangent * (lengths * ((lengths & (lengths - 1)) == 0)).unsqueeze(1)
             mine.append((column * cotangent).sum())
@@ -123,6 +125,11 @@ def _columns(output: Any) -> torch.Tensor:
 def _plainly(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
     """A lookup in one call of torch.nn.functional, (B, dim)."""
     values, offsets = bag.values.long(), bag.offsets.long()
+    if lookup.sequence:
+        rows = nn.functional.embedding(values, weight, lookup.padding_idx).reshape(len(offsets) - 1, lookup.sequence, lookup.dim)
+        if lookup.weighted and bag.weights is not None:
+            rows = rows * whole(bag.weights).reshape(len(offsets) - 1, lookup.sequence, 1)
+        return pool_sequence(rows, lookup.pooling)
     if lookup.pooling == "rows":
         return nn.functional.embedding(values, weight, lookup.padding_idx).reshape(len(offsets) - 1, lookup.dim)
     return nn.functional.embedding_bag(

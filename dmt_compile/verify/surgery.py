@@ -90,6 +90,7 @@ def refuse_other_layers(stage: Stage, flat: Stage) -> None:
         VerificationError: a node of the flat model is missing, or computes something else or from something else.
     """
     calls = made_outputs(stage)
+    inner = {name for output in stage.lookups.outputs for name in output.inner}
     mine = {node.name: node for node in stage.graph.nodes}
 
     def named(node: fx.Node, names: dict[str, str]) -> tuple[Any, ...]:
@@ -97,12 +98,12 @@ def refuse_other_layers(stage: Stage, flat: Stage) -> None:
         return (node.op, node.target, args)
 
     for node in flat.graph.nodes:
-        if node.name in calls:
+        if node.name in calls or node.name in inner:
             continue
         found = mine.get(node.name)
         if found is None:
             # A weight that only a lookup reads goes with it.
-            if node.op != "get_attr" or any(user.name not in calls for user in node.users):
+            if node.op != "get_attr" or any(user.name not in calls and user.name not in inner for user in node.users):
                 raise VerificationError(f"stage '{stage.name}': {at(node)} of the flat model is missing")
         elif named(found, {}) != named(node, calls):
             raise VerificationError(
