@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchrec import EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingConfig
 
-from dmt_compile import Topology, towerize
+from dmt_compile import CaptureError, Topology, capture_symbolic, towerize
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "lookups.md"
 ROWS, DIM, BATCH, COUNT = 12, 4, 9, 3
@@ -95,23 +97,61 @@ def plainly(t: Any, x: Any, *_: Any) -> torch.Tensor:
     return t(x)
 
 
+def recurrent() -> nn.Module:
+    return nn.Sequential(nn.Embedding(ROWS, DIM), nn.GRU(DIM, 2, batch_first=True))
+
+
+def masked(t: Any, x: Any, *_: Any) -> torch.Tensor:
+    return (t(x) * (x > 2).unsqueeze(-1)).sum(1)
+
+
+def attended(t: Any, x: Any, *_: Any) -> torch.Tensor:
+    rows = t(x)
+    return (torch.softmax(rows @ rows[:, :1].transpose(1, 2), dim=1) * rows).sum(1)
+
+
+def fielded(t: Any, x: Any, *_: Any) -> torch.Tensor:
+    return t(x + START)
+
+
+def small() -> tuple[Any, ...]:
+    return (ids(COUNT) % 3,)
+
+
+def chained(t: Any, x: Any, *_: Any) -> torch.Tensor:
+    return t((t(x).sum(-1).abs() * 3).long() % ROWS)
+
+
+def in_pairs(t: Any, x: Any, *_: Any) -> torch.Tensor:
+    return t(x.reshape(-1, 2)).reshape(-1, 2, DIM)
+
+
 SERVED = [
     Style("EmbeddingBagCollection(...)(kjt)", collection, lambda t, x, *_: t(x).values(), lambda: (models.jagged(["f0"], BATCH),)),
     Style("Embedding(R, d)(x), x (B,)", table(), plainly, one),
     Style("Embedding(R, d)(x), x (B, n), kept as a sequence", table(), plainly, some),
     Style("Embedding(R, d)(x).mean(1), x (B, n)", table(), lambda t, x, *_: t(x).mean(1), some),
+    Style("Embedding(R, d)(x).max(1).values, x (B, n)", table(), lambda t, x, *_: t(x).max(1).values, some),
+    Style("(Embedding(R, d)(x) * mask).sum(1), mask (B, n, 1)", table(), masked, some),
+    Style("Embedding(R, d)(x), attended by another embedding", table(), attended, some),
+    Style("GRU(Embedding(R, d)(x))", recurrent, lambda t, x, *_: t(x)[0], some),
     Style("Embedding(R, d)(x.t()), x (B, n)", table(), lambda t, x, *_: t(x.t()).transpose(0, 1), some),
     Style("Embedding(R, d)(x.view(-1)), x (B, n)", table(), lambda t, x, *_: t(x.view(-1)).view(-1, COUNT, DIM), some),
     Style(
         "Embedding(R, d)(x[:, i].long()), x a float matrix", table(), lambda t, x, *_: t(x[:, 1].long()), lambda: (ids(3) * 1.0,)
     ),
-    Style("Embedding(R, d)(x + starts): one table for all fields", table(), lambda t, x, *_: t(x % 3 + START), some),
+    Style("Embedding(R, d)(x + starts): one table for all fields, a run of rows for each", table(), fielded, small),
+    Style("Embedding(R, d)(x), starts added to x before", table(), lambda t, x, *_: t(x), lambda: (ids(COUNT) % 3 + START,)),
+    Style("EmbeddingBag(R, d)(x + starts): bags over all fields", bag(), fielded, small),
+    Style("Embedding(R, d)(x[x > 0]): as many ids as the data has", table(), lambda t, x, *_: t(x[x > 0]).sum(0), some),
+    Style("Embedding(R, d)(ids computed from rows of a table)", table(), chained, one),
     Style("Embedding(R, d, padding_idx=0)(x)", table(padding_idx=0), plainly, some),
     Style("Embedding(R, d, max_norm=1.0)(x)", table(max_norm=1.0), plainly, one),
     Style("Embedding(R, d, sparse=True)(x)", table(sparse=True), plainly, one),
     Style("Embedding(R, d, dtype=torch.bfloat16)(x)", table(dtype=torch.bfloat16), plainly, one),
     Style("with torch.no_grad(): Embedding(R, d)(x)", table(), without_gradients, one),
     Style("EmbeddingBag(R, d, mode=...)(x), x (B, n)", bag(), plainly, some),
+    Style("EmbeddingBag(R, d)(x.view(-1, 2)): several bags per sample", bag(), in_pairs, lambda: (ids(4),)),
     Style("EmbeddingBag(R, d)(x, offsets)", bag(mode="mean"), lambda t, x, y, _: t(x, y), bags),
     Style(
         "EmbeddingBag(R, d, include_last_offset=True)(x, offsets)",
@@ -128,18 +168,18 @@ SERVED = [
     Style("F.embedding(x, parameter), x (B, n)", parameter, lambda t, x, *_: F.embedding(x, t), some),
     Style("torch.embedding(parameter, x), x (B,)", parameter, lambda t, x, *_: torch.embedding(t, x), one),
     Style("F.embedding_bag(x, parameter), x (B, n)", parameter, lambda t, x, *_: F.embedding_bag(x, t), some),
+    Style("parameter[x], x (B, n)", parameter, lambda t, x, *_: t[x], some),
+    Style("parameter.index_select(0, x), x (B,)", parameter, lambda t, x, *_: t.index_select(0, x), one),
+    Style(
+        "EmbeddingCollection(...)(kjt)",
+        lambda: EmbeddingCollection(tables=[EmbeddingConfig(ROWS, DIM, name="table", feature_names=["f0"])]),
+        lambda t, x, *_: t(x)["f0"].values(),
+        lambda: (models.jagged(["f0"], BATCH, rows=ROWS),),
+    ),
 ]
 REPLICATED = [
     Style("Embedding(n, d)(torch.arange(n)): a position", table(), lambda t, x, *_: t(torch.arange(x.shape[1])), some),
-    Style(
-        "Embedding(R, d)(ids computed from rows of a table)",
-        table(),
-        lambda t, x, *_: t((t(x).sum(-1).abs() * 3).long() % ROWS),
-        one,
-    ),
     Style("Embedding(R, d)(x) @ embedding.weight.t()", table(), lambda t, x, *_: t(x) @ t.weight.t(), one),
-    Style("Embedding(R, d)(x[x > 0]): as many ids as the data has", table(), lambda t, x, *_: t(x[x > 0]).sum(0), some),
-    Style("EmbeddingBag(R, d)(x.view(-1, 2)): not one bag per sample", bag(), lambda t, x, *_: t(x.view(-1, 2)), lambda: (ids(4),)),
     Style("Embedding(R, d, scale_grad_by_freq=True)(x)", table(scale_grad_by_freq=True), plainly, one),
     Style("Embedding(R, d)(x), with a hook on the module", hooked, plainly, one),
     Style(
@@ -148,34 +188,70 @@ REPLICATED = [
         lambda t, x, *_: F.embedding(x, t).float(),
         one,
     ),
-    Style("parameter[x]: indexing", parameter, lambda t, x, *_: t[x], one),
 ]
 
 
-def outcome(style: Style) -> tuple[str, ...]:
-    """The row of a style: its code, and what became of it in a program that verifies."""
+FRONT_ENDS = ("torch.fx", "torch.export")
+
+
+def outcomes(style: Style) -> list[tuple[str, ...]]:
+    """What became of a style in a program that verifies, by front end."""
+    found = []
+    for front_end in FRONT_ENDS:
+        with pytest.MonkeyPatch.context() as patch:
+            if front_end != "torch.fx":
+                patch.setattr(capture_symbolic._Tracer, "trace", _refuse_to_trace)
+            found.append(outcome(style, front_end))
+    return found
+
+
+def _refuse_to_trace(*_: Any, **__: Any) -> Any:
+    raise TypeError("symbolic tracing is switched off")
+
+
+def outcome(style: Style, front_end: str) -> tuple[str, ...]:
+    """Replicated and why; or how ids are given, what travels back, and how wide it is for one row of ids or one sample."""
     torch.manual_seed(0)
     inputs = (ids(), *style.inputs())
     model = Reader(style.table(), style.read)
-    program = towerize(model, Topology(2, 2), example_inputs=inputs)
+    try:
+        program = towerize(model, Topology(2, 2), example_inputs=inputs)
+    except CaptureError as error:
+        # Without the place in this file and the line quoted from it.
+        return ("refused", str(error).strip().splitlines()[-1].rpartition("`: ")[2].strip())
+    assert program._dmt.captured.front_end == front_end
     certificate = program.verify(*inputs, steps=0)
     assert certificate.passed, f"{style.code}\n{certificate}"
     reasons = [reason for name, reason in program.replicated.items() if name.startswith("table")]
     if reasons:
-        return f"`{style.code}`", reasons[0].partition(": ")[2]
+        return ("replicated", reasons[0].partition(": ")[2])
     found = [lookup for lookup in program.lookups.lookups if "table" in lookup.table]
-    if not found:
-        return f"`{style.code}`", "not seen as a lookup, and not listed in `program.replicated`"
-    (lookup,) = found
+    assert found, style.code
+    rounds = sorted({program.lookups.sources[lookup.source].round for lookup in found})
+    lookup = found[0]
     source = program.lookups.sources[lookup.source]
-    given = {
-        "keyed": "KeyedJaggedTensor",
-        "offsets": "ids and offsets",
-        "fixed": "1 per sample" if source.count == 1 else "n per sample",
-    }[source.form]
-    travels = "rows" if lookup.pooling == "rows" else f"pooled ({lookup.pooling})"
-    n = lookup.dim // DIM
-    return f"`{style.code}`", given, travels, "d" if n == 1 else "n * d"
+    if source.unit != "sample":
+        given = f"any number of {source.unit}s"
+    elif source.form == "fixed":
+        given = "n per sample" if source.count != 1 else f"1 per sample, {len(found)} fields" if len(found) > 1 else "1 per sample"
+    else:
+        given = {"keyed": "KeyedJaggedTensor", "offsets": "ids and offsets"}[source.form]
+    travels = "sequence" if lookup.pooling == "rows" and lookup.dim > DIM else "row" if lookup.pooling == "rows" else "pooled"
+    how = "" if lookup.pooling == "rows" else f" ({lookup.pooling}{', weighted' if lookup.weighted else ''})"
+    apart = f", round {rounds[-1] + 1}" if rounds[-1] else ""
+    return ("served", given, travels + how + apart)
+
+
+def row(style: Style) -> tuple[str, ...]:
+    """The row of a style: its code, what each front end makes of it, and how its rows travel."""
+    found = outcomes(style)
+    works = {"served": "works", "replicated": "works", "refused": "refused"}
+    same = found[0] if found[0][0] == found[1][0] else next(one for one in found if one[0] == "served")
+    last = found[1][1] if found[1][0] == "refused" else ""
+    cells = [f"`{style.code}`", *(works[one[0]] for one in found), *same[1:]]
+    if last:
+        cells[2] = f"refused: {last}"
+    return tuple(cells)
 
 
 def lines(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
@@ -190,13 +266,16 @@ TEXT = """\
 # What becomes of a lookup
 
 This file is written by `UPDATE_GOLDENS=1 pytest tests/test_plain_docs.py`. Every row is a model that was compiled and
-verified for 2 hosts x 2 ranks. B is the number of samples, n the ids of one sample, R and d the table's rows and width.
+verified for 2 hosts x 2 ranks, once as torch.fx traces it and once as torch.export does. B is the number of samples, n the
+ids of one sample, R and d the table's rows and width.
 
 ## Served by the owner of the table
 
-Ids go to the rank that owns the table. What the lookup itself pools is pooled there; rows that the model pools, attends
-to or feeds to an RNN later travel as they are. n is a number of the compiled program: example inputs show it, and a batch
-with another one is refused.
+Ids go to the rank that owns the table, or that run of its rows. What the lookup itself pools is pooled there, and so are rows
+that the model sums, averages or takes the maximum of at once; rows that it attends to, feeds to an RNN or looks at in another way
+travel as they are. The number of ids of one sample is the example's, unless they are pooled or their number is the data's.
+Lookups whose ids need another lookup, and those whose number of ids or bags is no multiple of the batch, have a round of
+exchanges of their own.
 
 {served}
 
@@ -210,8 +289,8 @@ all-reduced. `program.replicated` and `print(program)` say which tables, where i
 
 
 def document() -> str:
-    served = lines(("written as", "ids", "what travels back", "columns"), [outcome(style) for style in SERVED])
-    replicated = lines(("written as", "why"), [outcome(style) for style in REPLICATED])
+    served = lines(("written as", *FRONT_ENDS, "ids", "what travels back"), [row(style) for style in SERVED])
+    replicated = lines(("written as", *FRONT_ENDS, "why"), [row(style) for style in REPLICATED])
     return TEXT.format(served="\n".join(served), replicated="\n".join(replicated))
 
 
