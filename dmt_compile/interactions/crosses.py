@@ -1,0 +1,84 @@
+"""Cross networks and gates: all vectors, side by side, times what a layer has made of them."""
+
+from __future__ import annotations
+
+from .flow import Group, weighted_by_softmax
+from .tape import Op, Tape
+
+
+def find(tape: Tape, ops: list[Op]) -> list[Group]:
+    """Cross networks and gates among products of raw vectors with mixed values."""
+    found: dict[tuple[bool, frozenset[int]], list[tuple[Op, int]]] = {}
+    for op in ops:
+        kept = [number for number in tape.labelled(op) if tape.lookups(number) and not tape.mixed(number)]
+        mixed = [number for number in tape.labelled(op) if tape.mixed(number)]
+        if len(kept) != 1 or len(mixed) != 1:
+            continue
+        gate = _ends_in_activation(tape, mixed[0])
+        if not gate and not _linear_in(tape, mixed[0]):
+            continue
+        found.setdefault((gate, tape.lookups(kept[0])), []).append((op, mixed[0]))
+    groups = []
+    for (gate, _), entries in found.items():
+        main = [op for op, _ in entries]
+        if gate:
+            groups.append(Group("gating", "", main))
+        else:
+            groups.append(Group("cross network", _variant(tape, entries), main))
+    return groups
+
+
+def _ends_in_activation(tape: Tape, number: int) -> bool:
+    op = tape.makers.get(tape.back(number, lambda o: o.family in ("move", "unary", "norm")))
+    return op is not None and op.family in ("nonlinear", "softmax")
+
+
+def _linear_in(tape: Tape, number: int) -> bool:
+    """Whether a value is made by layers, or by sums of columns times parameters."""
+    return any(op.family in ("linear", "reduce") for op in tape.before([number]))
+
+
+def _variant(tape: Tape, entries: list[tuple[Op, int]]) -> str:
+    ranks, sizes = [], []
+    for op, number in entries:
+        ranks.append(_layers_in(tape, number))
+        sizes.append((tape.per_sample(number), tape.per_sample(op.outs[0])))
+    if all(rank == 0 or small * 2 <= large for rank, (small, large) in zip(ranks, sizes, strict=True)):
+        kind = "vector"
+    else:
+        kind = "full" if max(ranks) <= 1 else "low-rank"
+    if _is_mixture(tape, [op for op, _ in entries]):
+        kind = f"mixture of {kind}" if kind != "full" else "mixture"
+    depth: dict[int, int] = {}
+    for op, _ in entries:
+        before = {o.index for o in tape.before(op.ins)}
+        depth[op.index] = 1 + max((depth[index] for index in depth if index in before), default=0)
+    layers = max(depth.values())
+    return f"{kind}, {layers} layers" if layers > 1 else f"{kind}, 1 layer"
+
+
+def _layers_in(tape: Tape, number: int) -> int:
+    """How many linear layers stand one behind the other between the vectors and a value."""
+    count = 0
+    while True:
+        op = tape.makers.get(number)
+        taken = set(tape.labelled(op)) if op is not None else set()
+        if op is None or len(taken) != 1:
+            return count
+        if op.family == "linear":
+            count += 1
+        elif op.family == "reduce":
+            return count
+        (number,) = taken
+
+
+def _is_mixture(tape: Tape, ops: list[Op]) -> bool:
+    """Whether what several experts have made is weighted before it goes on."""
+    for op in ops:
+        for number, user in tape.after(op.outs, lambda o: o.family in ("move", "unary", "norm")):
+            if user.family not in ("mul", "product") or user in ops:
+                continue
+            others = [n for n in tape.labelled(user) if n != number]
+            if any(weighted_by_softmax(tape, n) is not None or _ends_in_activation(tape, n) for n in others):
+                return True
+    return False
