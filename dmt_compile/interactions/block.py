@@ -86,8 +86,8 @@ def root_of(tape: Tape, number: int, used: frozenset[int]) -> int:
         number = before
 
 
-def block_of(tape: Tape, ops: Iterable[Op]) -> Block:
-    """The vectors that a group of operators takes."""
+def block_of(tape: Tape, ops: Iterable[Op], *, apart: bool = False) -> Block:
+    """The vectors that a group of operators takes; ``apart`` looks each feature up where it stands alone."""
     operands = [(op, number) for op in ops for number in dict.fromkeys(op.ins) if tape.own(number)]
     used = frozenset(label for _, number in operands for label in tape.own(number))
     nodes = {number: node for node, number in reversed(tape.held.items())}
@@ -95,7 +95,10 @@ def block_of(tape: Tape, ops: Iterable[Op]) -> Block:
     for op, number in operands:
         roots.setdefault(root_of(tape, number, used), op)
     # One value that holds all of them is the block; the others are parts of it.
-    whole = [number for number in roots if tape.own(number) == used and (len(used) > 1 or len(roots) == 1)]
+    if apart:
+        alone = {next(iter(tape.own(n))): (n, op) for n, op in reversed(roots.items()) if len(tape.present(n)) == 1}
+        roots = {n: op for n, op in sorted(alone.values(), key=lambda one: one[0])}
+    whole = [] if apart else [number for number in roots if tape.own(number) == used and (len(used) > 1 or len(roots) == 1)]
     if whole:
         held = [number for number in whole if number in nodes]
         roots = {min(held or whole, key=lambda n: (tape.values[n].numel, n)): roots[(held or whole)[0]]}

@@ -10,8 +10,8 @@ def find(tape: Tape, ops: list[Op]) -> list[Group]:
     """Cross networks and gates among products of raw vectors with mixed values."""
     found: dict[tuple[bool, frozenset[int]], list[tuple[Op, int]]] = {}
     for op in ops:
-        kept = [number for number in tape.labelled(op) if tape.lookups(number) and not tape.mixed(number)]
-        mixed = [number for number in tape.labelled(op) if tape.mixed(number)]
+        kept = [number for number in tape.factors(op) if tape.lookups(number) and not tape.mixed(number)]
+        mixed = [number for number in tape.factors(op) if tape.mixed(number)]
         if len(kept) != 1 or len(mixed) != 1:
             continue
         gate = _ends_in_activation(tape, mixed[0])

@@ -34,7 +34,8 @@ class Rule:
 class Call:
     """One call of an operator with the labels of its tensors, in the order in which they stand in its arguments.
 
-    ``width_of`` is the number of columns of a looked-up row by label; ``from_softmax`` tells of a tensor whether it holds the
+    ``mark_of`` gives labels that are all 0 too, where ``label_of`` gives None: something may be written there
+    later. ``width_of`` is the number of columns of a looked-up row by label; ``from_softmax`` tells of a tensor whether it holds the
     weights of a softmax.
     """
 
@@ -43,6 +44,7 @@ class Call:
     kwargs: Mapping[str, Any]
     outs: Sequence[torch.Tensor]
     label_of: Callable[[torch.Tensor], Labels]
+    mark_of: Callable[[torch.Tensor], Labels]
     width_of: Mapping[int, int]
     from_softmax: Callable[[torch.Tensor], bool]
 
@@ -86,7 +88,10 @@ _ATTENTION += ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_a
 def rule(call: Call) -> Rule:
     """The rule that fits an operator; for one that is not known, everything that it takes meets in everything it returns."""
     name = call.name.removesuffix("_") if call.name not in _MOVES else call.name
-    if not any(call.label_of(tensor) is not None for tensor in tensors_in((call.args, call.kwargs))):
+    tensors = tensors_in((call.args, call.kwargs))
+    if call.name in _MOVES and any(call.mark_of(tensor) is not None for tensor in tensors):
+        return _move(call) or _everything(call)
+    if not any(call.label_of(tensor) is not None for tensor in tensors):
         return Rule("move" if name in _MOVES or name in _SAME else "other", False, [None] * len(call.outs))
     if name in _COMPARISONS:
         return Rule("other", False, [None] * len(call.outs))
@@ -140,7 +145,7 @@ def collapse(labels: torch.Tensor, dims: Sequence[int], keepdim: bool = False) -
 def _with_labels(call: Call, value: Any) -> Any:
     """An argument with labels in the place of tensors and 0 in that of numbers."""
     if isinstance(value, torch.Tensor):
-        return zeros_or(call.label_of(value), value)
+        return zeros_or(call.mark_of(value), value)
     if isinstance(value, list | tuple):
         return [_with_labels(call, part) for part in value]
     return 0 if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -241,7 +246,15 @@ def _pointwise(call: Call) -> Rule:
         meets = meets | ((both == MIXED) & (((made > 0) & (made < MIXED)) | ((labels > 0) & (labels < MIXED))))
         made = both
     family: Family = "mul" if name in ("mul", "div", "addcmul", "addcdiv") else "add" if name in ("add", "sub", "rsub", "lerp") else "other"
-    return Rule(family, bool(meets.any()), [made.expand(shape).clone()])
+    mixes = bool(meets.any())
+    if family == "mul" and mixes:
+        made = _all_mixed(made)
+    return Rule(family, mixes, [made.expand(shape).clone()])
+
+
+def _all_mixed(labels: torch.Tensor) -> torch.Tensor:
+    """A table of products is one thing, with the products of a vector with itself in it."""
+    return torch.where(labels == 0, 0, MIXED)
 
 
 def _scaled(call: Call, one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> Rule | None:
@@ -292,7 +305,9 @@ def _linear(call: Call) -> Rule:
         return Rule("gate", True, [gate.expand(out).clone()])
     made = union(weights, spread)
     first = (weights > 0) & (weights < MIXED) | (spread > 0) & (spread < MIXED)
-    return Rule("product", meets or bool(((made == MIXED) & first).any()), [made.expand(out).clone()])
+    if bool((made == MIXED).any()):
+        meets, made = meets or bool(((made == MIXED) & first).any()), _all_mixed(made)
+    return Rule("product", meets, [made.expand(out).clone()])
 
 
 def _attended(call: Call, a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor | None:

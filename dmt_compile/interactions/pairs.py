@@ -25,7 +25,7 @@ class Pairs:
 
 def operands(tape: Tape, op: Op) -> tuple[int, int] | None:
     """The two labelled values that are multiplied."""
-    taken = list(dict.fromkeys(tape.labelled(op)))
+    taken = list(tape.factors(op))
     if op.name == "_trilinear":
         taken = [number for number in taken if tape.own(number)]
     return (taken[0], taken[1]) if len(taken) == 2 else (taken[0], taken[0]) if len(taken) == 1 else None
@@ -46,7 +46,9 @@ def form_of(tape: Tape, op: Op) -> Form | None:
 
 def _varies(tape: Tape, number: int, axis: int) -> bool:
     labels = tape.values[number].labels
-    return labels is not None and bool((labels != labels.select(axis, 0).unsqueeze(axis)).any())
+    if labels is None:
+        return False
+    return tape.present(number) == {MIXED} or bool((labels != labels.select(axis, 0).unsqueeze(axis)).any())
 
 
 def _form_of_matrices(tape: Tape, op: Op, a: int, b: int) -> Form | None:
@@ -161,6 +163,8 @@ def _width(tape: Tape, pairs: Pairs) -> int:
     shape = tape.values[op.outs[0]].shape
     # A projection may have changed the width.
     sizes = [size for size in shape if size in widths]
+    if not sizes and pairs.form == "grid" and op.family == "product":
+        return max(widths, default=1)
     return sizes[-1] if sizes else shape[-1] if shape else 1
 
 

@@ -225,24 +225,21 @@ class _Finder:
     def _joined(self, op: Op) -> Group | None:
         """A dot of what two layers have made: two towers, or vectors that a layer has made from all."""
         tape = self.tape
-        mine = self._features([op])
-        calm = ("move", "unary", "norm", "nonlinear", "linear")
-        for number, user in tape.after(op.outs, lambda o: o.family in calm):
-            others = [n for n in tape.labelled(user) if n != number]
+        mine = tape.origin(op.outs[0])
+        for number, user in tape.after(op.outs, lambda o: tape.origin(o.outs[0]) == mine if o.outs else False):
+            others = [n for n in tape.factors(user) if n != number]
             if user.family not in ("product", "mul") or len(others) != 1:
                 continue
-            if any(weighted_by_softmax(tape, n) is not None for n in (number, *others)) or not tape.mixed(others[0]):
+            if any(weighted_by_softmax(tape, n) is not None for n in (number, *others)):
                 continue
-            partners = [o for o in tape.before(others) if o.index != op.index and o.family == "linear" and o.mixes]
-            theirs = self._features(partners)
-            if not theirs:
-                continue
-            if not (mine & theirs):
+            theirs = tape.origin(others[0])
+            if theirs and not mine & theirs:
                 if user.family == "product" or any(o.family == "reduce" for _, o in tape.after(user.outs, is_calm)):
                     return Group("concat-MLP", "a tower, joined by a dot", [op])
-            elif user.family == "product" and mine == theirs and contraction(tape, user) > 1:
-                partners = [o for o in partners if o.index in self.left]
-                return Group("pairwise dot", "of vectors that an MLP makes from all", [op, *partners], [user])
+            elif user.family == "product" and mine == theirs and tape.mixed(others[0]) and contraction(tape, user) > 1:
+                partners = [o for o in tape.before(others) if o.index in self.left and o.family == "linear" and o is not op]
+                if partners:
+                    return Group("pairwise dot", "of vectors that an MLP makes from all", [op, *partners], [user])
         return None
 
     def _sums(self) -> None:
@@ -296,7 +293,7 @@ def _record(tape: Tape, group: Group) -> Interaction:
     order = {one: place for place, one in enumerate(tape.held)}
     nodes.sort(key=lambda one: order.get(one, len(order)))
     names = tuple(one.name for one in nodes)
-    return Interaction(group.kind, group.variant, block_of(tape, main), node.name, names, location, text)
+    return Interaction(group.kind, group.variant, block_of(tape, main, apart=group.kind == "attention over a history"), node.name, names, location, text)
 
 
 _ = FIRST

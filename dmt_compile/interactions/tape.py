@@ -61,14 +61,23 @@ class Tape:
     held: dict[fx.Node, int] = field(default_factory=dict)
     makers: dict[int, Op] = field(default_factory=dict)
     users: dict[int, list[Op]] = field(default_factory=dict)
+    origins: dict[int, frozenset[int]] = field(default_factory=dict)
     _present: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def add(self, op: Op) -> None:
         self.ops.append(op)
+        origin: frozenset[int] = frozenset().union(*(self.origin(number) for number in op.ins))
         for number in op.outs:
             self.makers[number] = op
+            self.origins[number] = origin
         for number in dict.fromkeys(op.ins):
             self.users.setdefault(number, []).append(op)
+
+    def origin(self, number: int) -> frozenset[int]:
+        """The looked-up features that a value depends on."""
+        if number not in self.origins:
+            self.origins[number] = self.lookups(number)
+        return self.origins[number]
 
     def present(self, number: int) -> frozenset[int]:
         """The labels in a value, without 0."""
@@ -93,6 +102,11 @@ class Tape:
     def labelled(self, op: Op) -> tuple[int, ...]:
         """The values that an operator takes which come from a feature."""
         return tuple(number for number in op.ins if self.present(number))
+
+    def factors(self, op: Op) -> tuple[int, ...]:
+        """The values that a product multiplies, each once."""
+        taken = op.ins[-2:] if op.name.startswith("addc") else op.ins
+        return tuple(dict.fromkeys(number for number in taken if self.present(number)))
 
     def per_sample(self, number: int) -> float:
         return self.values[number].numel / max(self.batch, 1)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..adapters import torchrec as torchrec_adapter
 from ..graphs import input_path, resolve_parameter
 from ..lookups import LookupOutput, LookupSet
-from .labels import DENSE, FIRST, Call, Labels, rule, tensors_in
+from .labels import DENSE, FIRST, Call, Labels, Rule, rule, tensors_in
 from .tape import Op, Source, Tape, Value
 
 _TABLES = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
@@ -28,6 +28,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, batch: int) -> None:
         super().__init__()
         self.sources: dict[int, Source] = {DENSE: Source("dense", "dense", 0)}
+        self.widths: dict[int, int] = {}
         self.tape = Tape(batch, self.sources)
         self.node: fx.Node | None = None
         self.names: Mapping[int, str] = {}
@@ -43,6 +44,7 @@ class Recorder(TorchDispatchMode):
     def new_label(self, name: str, role: Any, width: int) -> int:
         label = FIRST + len(self.sources) - 1
         self.sources[label] = Source(name, role, width)
+        self.widths[label] = width
         return label
 
     def mark(self, tensor: torch.Tensor, labels: Labels) -> None:
@@ -59,7 +61,9 @@ class Recorder(TorchDispatchMode):
             self.number[id(tensor)] = -1
 
     def _renew(self, tensor: torch.Tensor) -> int:
-        self.tape.values.append(Value(tuple(tensor.shape), self.labels.get(id(tensor))))
+        labels = self.labels.get(id(tensor))
+        # Later writes must not change what this value was.
+        self.tape.values.append(Value(tuple(tensor.shape), None if labels is None else labels.clone()))
         self.number[id(tensor)] = len(self.tape.values) - 1
         return self.number[id(tensor)]
 
@@ -85,8 +89,7 @@ class Recorder(TorchDispatchMode):
         if any(out is tensor for out in outs for tensor in tensors):
             self._written(func, name, args, kwargs, tensors, before, outs)
             return returned
-        widths = {label: source.width for label, source in self.sources.items()}
-        made = rule(Call(func, args, kwargs, outs, self._label_of, widths, self._is_softmax))
+        made = self._rule(func, args, kwargs, outs)
         for out, labels in zip(outs, made.labels, strict=True):
             if labels is None and name in _MADE:
                 labels = torch.zeros(out.shape, dtype=torch.long, device=out.device)
@@ -97,6 +100,12 @@ class Recorder(TorchDispatchMode):
         if self.node is not None:
             self.tape.add(Op(len(self.tape.ops), name, self.node, made.family, made.mixes, tuple(before), numbers))
         return returned
+
+    def _rule(self, func: Any, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> Rule:
+        return rule(Call(func, args, kwargs, outs, self._label_of, self._mark_of, self.widths, self._is_softmax))
+
+    def _mark_of(self, tensor: torch.Tensor) -> Labels:
+        return self.labels.get(id(tensor))
 
     def _label_of(self, tensor: torch.Tensor) -> Labels:
         labels = self.labels.get(id(tensor))
@@ -110,9 +119,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """An operator that writes to what it is given: everything in the same memory is a new value afterwards."""
         target = outs[0]
-        widths = {label: source.width for label, source in self.sources.items()}
         marked = self.labels.get(id(target))
-        made = rule(Call(func, args, kwargs, outs, self._label_of, widths, self._is_softmax))
+        made = self._rule(func, args, kwargs, outs)
         labels = made.labels[0]
         if labels is not None and marked is not None:
             marked.copy_(labels)
@@ -124,11 +132,7 @@ class Recorder(TorchDispatchMode):
         numbers = []
         for alias in shared:
             before.append(self.numbered(alias))
-            held = self.labels.get(id(alias))
-            # Later writes must not change what this value was.
-            self.tape.values.append(Value(tuple(alias.shape), None if held is None else held.clone()))
-            self.number[id(alias)] = len(self.tape.values) - 1
-            numbers.append(self.number[id(alias)])
+            numbers.append(self._renew(alias))
         if self.node is not None:
             family = "move" if name in ("copy_", "index_put_", "_index_put_impl_") else made.family
             self.tape.add(Op(len(self.tape.ops), name, self.node, family, made.mixes, tuple(dict.fromkeys(before)), tuple(numbers)))
