@@ -6,7 +6,7 @@ from, and :mod:`recognise` for how what mixes them gets its kind.
 
 from __future__ import annotations
 
-from .find import find_interactions, few_samples
+from .find import few_samples, find_interactions
 from .records import Block, BlockInput, Interaction, Member
 
 __all__ = ["Block", "BlockInput", "Interaction", "Member", "few_samples", "find_interactions"]

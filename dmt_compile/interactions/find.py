@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
 from ..errors import first_line
 from ..graphs import INPUT, clone_sharing_tensors, extras_of, graph_module_over, input_path
@@ -30,7 +31,10 @@ def few_samples(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -
         batch = batch_size(args, kwargs, layout)
         if batch <= _SAMPLES:
             return args, kwargs
-        return deal_sizes(args, kwargs, [_SAMPLES, batch - _SAMPLES], layout)[0]
+        few, named = deal_sizes(args, kwargs, [_SAMPLES, batch - _SAMPLES], layout)[0]
+        # A part of the batch would keep all of it alive.
+        cloned: Inputs = tree_map_only(torch.Tensor, torch.clone, (few, named))
+        return cloned
     except Exception:
         return None
 
@@ -110,7 +114,7 @@ def _width(module: fx.GraphModule, start: fx.Node) -> int | None:
             weights = [used for used in user.all_input_nodes if used.op == "get_attr"]
             shapes = [tuple(_attribute(module, str(used.target)).shape) for used in weights]
             if user.target is nn.functional.linear and shapes and len(shapes[0]) == 2:
-                return shapes[0][1]
+                return int(shapes[0][1])
             if len(user.all_input_nodes) - len(weights) == 1:
                 waiting.append(user)
     return None

@@ -18,7 +18,9 @@ DENSE = 1
 FIRST = 2
 MIXED = 2**40
 
-Family = Literal["move", "unary", "nonlinear", "square", "add", "mul", "gate", "reduce", "linear", "product", "softmax", "norm", "other"]
+Family = Literal[
+    "move", "unary", "nonlinear", "square", "add", "mul", "gate", "reduce", "linear", "product", "softmax", "norm", "other"
+]
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class Rule:
 class Call:
     """One call of an operator with the labels of its tensors, in the order in which they stand in its arguments.
 
-    ``mark_of`` gives labels that are all 0 too, where ``label_of`` gives None: something may be written there
-    later. ``width_of`` is the number of columns of a looked-up row by label; ``from_softmax`` tells of a tensor whether it holds the
+    ``mark_of`` gives labels that are all 0 too, where
+    ``label_of`` gives None: something may be written there later. ``width_of`` is the number of columns of a looked-up row by
+    label; ``from_softmax`` tells of a tensor whether it holds the
     weights of a softmax.
     """
 
@@ -67,22 +70,27 @@ _MOVES: dict[str, tuple[int, ...]] = dict.fromkeys(
 )
 _MOVES |= {"where": (1, 2), "index_put": (0, 2), "scatter": (0, 3), "masked_fill": (0, 2), "masked_scatter": (0, 2)}
 _MOVES |= {"index_put_": (0, 2), "scatter_": (0, 3), "masked_fill_": (0, 2), "copy_": (0, 1), "fill_": (0, 1), "copy": (0, 1)}
-_MOVES |= {"slice_scatter": (0, 1), "select_scatter": (0, 1), "index_copy": (0, 3), "masked_scatter_": (0, 2), "_index_put_impl_": (0, 2)}
+_MOVES |= {"slice_scatter": (0, 1), "select_scatter": (0, 1), "index_copy": (0, 3), "masked_scatter_": (0, 2)}
+_MOVES |= {"_index_put_impl_": (0, 2)}
 _SAME = ("clone", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy", "zero_")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "bitwise_not")
 _NONLINEAR = (
     *("sigmoid", "relu", "tanh", "gelu", "silu", "hardsigmoid", "hardswish", "hardtanh", "exp", "leaky_relu", "elu", "softplus"),
     *("prelu", "_prelu_kernel", "mish", "log_sigmoid", "log_sigmoid_forward", "threshold", "clamp", "clamp_min", "selu", "celu"),
 )
-_NORMS = ("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
-_NORMS += ("cudnn_batch_norm", "native_group_norm", "_batch_norm_with_update", "batch_norm", "_fused_rms_norm", "rms_norm")
+_NORMS = (
+    *("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
+    *("cudnn_batch_norm", "native_group_norm", "_batch_norm_with_update", "batch_norm", "_fused_rms_norm", "rms_norm"),
+)
 _REDUCTIONS = (
     *("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "prod", "logsumexp", "linalg_vector_norm"),
     *("norm", "nansum", "median", "mode", "any", "all", "argmax", "argmin", "count_nonzero"),
 )
 _ALONG = ("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "sort", "topk", "logcumsumexp")
-_ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention")
-_ATTENTION += ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_attention_math", "_scaled_dot_product_cudnn_attention")
+_ATTENTION = (
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+)
 
 
 def rule(call: Call) -> Rule:
@@ -126,7 +134,7 @@ def union(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(a == 0, b, torch.where((b == 0) | (a == b), a, MIXED))
 
 
-def collapse(labels: torch.Tensor, dims: Sequence[int], keepdim: bool = False) -> tuple[torch.Tensor, bool]:
+def collapse(labels: torch.Tensor, dims: list[int], keepdim: bool = False) -> tuple[torch.Tensor, bool]:
     """Labels of what is made of all along ``dims``, and whether different ones meet there."""
     if not dims:
         return labels, False
@@ -208,7 +216,8 @@ def _reduce(call: Call) -> Rule | None:
     dims = _dims(given, value.dim())
     result, meets = collapse(labels, dims, keepdim=True)
     # Only what holds values of the features has labels; indices have none.
-    made = [result.reshape(out.shape) if out.dtype.is_floating_point and out.numel() == result.numel() else None for out in call.outs]
+    valued = [out.dtype.is_floating_point and out.numel() == result.numel() for out in call.outs]
+    made = [result.reshape(out.shape) if held else None for held, out in zip(valued, call.outs, strict=True)]
     return Rule("reduce", meets, made)
 
 
@@ -245,7 +254,9 @@ def _pointwise(call: Call) -> Rule:
         both = union(made, labels)
         meets = meets | ((both == MIXED) & (((made > 0) & (made < MIXED)) | ((labels > 0) & (labels < MIXED))))
         made = both
-    family: Family = "mul" if name in ("mul", "div", "addcmul", "addcdiv") else "add" if name in ("add", "sub", "rsub", "lerp") else "other"
+    family: Family = "add" if name in ("add", "sub", "rsub", "lerp") else "other"
+    if name in ("mul", "div", "addcmul", "addcdiv"):
+        family = "mul"
     mixes = bool(meets.any())
     if family == "mul" and mixes:
         made = _all_mixed(made)

@@ -9,7 +9,7 @@ from ..errors import source_location
 from . import crosses, pairs
 from .block import block_of
 from .flow import Group, contraction, ends, is_calm, weighted_by_softmax
-from .labels import DENSE, FIRST, MIXED
+from .labels import DENSE, MIXED
 from .records import Interaction
 from .tape import Op, Tape
 
@@ -80,7 +80,6 @@ class _Finder:
     def _self_attention(self) -> None:
         """Weights from products of the vectors with each other, by softmax, over the vectors themselves."""
         tape = self.tape
-        blocks = 0
         main: list[Op] = []
         rest: list[Op] = []
         for op in list(self.left.values()):
@@ -98,8 +97,6 @@ class _Finder:
             if len(self._features([scores])) > 1:
                 main.append(scores)
                 rest.append(op)
-        for op in tape.ops:
-            blocks += op.name.startswith(_ATTENTION) and op.family == "product"
         if not main:
             return
         # Later layers take what the first have made, beside the vectors themselves.
@@ -188,7 +185,7 @@ class _Finder:
             claimed = [o for op in group.main for o in self._unclaimed_before(op.ins)]
             # The vectors added again to what has been made of them.
             claimed += [o for o in self._of("add") if any(b.index in layers for b in self.tape.before(o.ins))]
-            group.ops = [op for op in dict.fromkeys(claimed) if op.index not in layers] if False else _without(claimed, layers)
+            group.ops = _without(claimed, layers)
             self._add(group)
 
     # Layers and sums
@@ -207,17 +204,16 @@ class _Finder:
 
     def _across(self, op: Op, taken: int) -> bool:
         """Whether a layer sums over vectors, but not over their columns."""
-        widths = {tape_width for label in self.tape.lookups(taken) if (tape_width := self.tape.sources[label].width) > 1}
+        widths = {self.tape.sources[label].width for label in self.tape.lookups(taken)} - {1}
         vectors = len(self.tape.own(taken))
         return bool(widths) and contraction(self.tape, op) < min(widths) * max(vectors - 1, 1)
 
     def _how_deep(self, op: Op, taken: int) -> str:
-        bends = ("nonlinear", "linear", "add")
         deep = any(o.family == "nonlinear" for _, o in self.tape.after(op.outs, is_calm)) or self._leads_on(op)
         words = [] if deep else ["one linear layer"]
         if self.tape.mixed(taken):
             words.append("beside the results of others")
-        return ", ".join(words) if bends else ""
+        return ", ".join(words)
 
     def _leads_on(self, op: Op) -> bool:
         return any(o.family == "linear" for _, o in self.tape.after(op.outs, is_calm))
@@ -247,7 +243,6 @@ class _Finder:
         done: list[Group] = []
         for op in self._of("add", "reduce", "other"):
             wide = max((tape.sources[label].width for n in op.ins for label in tape.lookups(n)), default=0)
-            size = max(tape.per_sample(n) for n in op.outs)
             before = {o.index for o in tape.before(op.ins)}
             if op.family == "other":
                 continue
@@ -265,7 +260,6 @@ class _Finder:
                 group = Group("field sum", "" if name == "sum" else name, [op])
                 self._add(group)
                 done.append(group)
-            del size
 
     def _is_scalar(self, number: int) -> bool:
         return self.tape.per_sample(number) == 1
@@ -293,7 +287,5 @@ def _record(tape: Tape, group: Group) -> Interaction:
     order = {one: place for place, one in enumerate(tape.held)}
     nodes.sort(key=lambda one: order.get(one, len(order)))
     names = tuple(one.name for one in nodes)
-    return Interaction(group.kind, group.variant, block_of(tape, main, apart=group.kind == "attention over a history"), node.name, names, location, text)
-
-
-_ = FIRST
+    block = block_of(tape, main, apart=group.kind == "attention over a history")
+    return Interaction(group.kind, group.variant, block, node.name, names, location, text)

@@ -100,8 +100,8 @@ class Interaction:
     """A place where values of different features mix.
 
     Attributes:
-        kind: one of :data:`Kind`; "opaque" for what is none of the kinds that are known, "unknown" where the model could not be run:
-            ``variant`` then says why, and the rest is empty.
+        kind: one of :data:`Kind`; "opaque" for what is none of the kinds that are known, "unknown" where the model could not
+            be run: ``variant`` then says why, and the rest is empty.
         variant: what else was seen, in a few words: "low-rank, 3 layers", "15 of 36 products kept".
         block: the vectors that it takes.
         node: the name of the graph node (stage "flat") where the mixing is done, the first of them.

@@ -13,20 +13,26 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..adapters import torchrec as torchrec_adapter
-from ..graphs import input_path, resolve_parameter
+from ..graphs import INPUT, input_path, resolve_parameter
 from ..lookups import LookupOutput, LookupSet
 from .labels import DENSE, FIRST, Call, Labels, Rule, rule, tensors_in
 from .tape import Op, Source, Tape, Value
 
 _TABLES = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
-_MADE = ("zeros", "empty", "ones", "full", "new_zeros", "new_empty", "new_ones", "new_full", "zeros_like", "empty_like", "ones_like")
+_MADE = (
+    *("zeros", "empty", "ones", "full", "new_zeros", "new_empty", "new_ones", "new_full"),
+    *("zeros_like", "empty_like", "ones_like"),
+)
+
+
+_VIEWS = ("view", "expand", "clone", "transpose", "permute", "unsqueeze", "squeeze", "_unsafe_view", "t", "_to_copy", "select")
 
 
 class Recorder(TorchDispatchMode):
     """Writes a tape of every operator that runs while it is active."""
 
     def __init__(self, batch: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sources: dict[int, Source] = {DENSE: Source("dense", "dense", 0)}
         self.widths: dict[int, int] = {}
         self.tape = Tape(batch, self.sources)
@@ -146,8 +152,7 @@ class Recorder(TorchDispatchMode):
             self._hold(out)
         if any(id(tensor) in self.shifted for tensor in given) or _tells_columns_apart(name, tensors, given):
             self.shifted.update(id(out) for out in outs)
-        moved = name in ("view", "expand", "clone", "transpose", "permute", "unsqueeze", "squeeze", "_unsafe_view", "t", "_to_copy", "select")
-        if "softmax" in name or (moved and id(tensors[0]) in self.softmax):
+        if "softmax" in name or (name in _VIEWS and id(tensors[0]) in self.softmax):
             self.softmax.update(id(out) for out in outs)
 
     def _rows(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -214,10 +219,7 @@ class Runner(fx.Interpreter):
             return None
         else:
             value = super().run_node(n)
-            if n.op == "call_function" and input_path(n) is not None:
-                for tensor in tensors_in(value):
-                    self._input(tensor)
-            elif n.meta.get("dmt_input") is not None:
+            if INPUT in n.meta or (n.op == "call_function" and input_path(n) is not None):
                 for tensor in tensors_in(value):
                     self._input(tensor)
         for tensor in tensors_in(value)[:1]:
@@ -255,7 +257,7 @@ class Runner(fx.Interpreter):
         shape = list(output.shape)
         labels = torch.cat(columns)
         shape[grows] = batch * labels.numel() // max(per, 1)
-        weight = resolve_parameter(self.module, self.lookups.table[served[0].table].parameter)  # type: ignore[arg-type]
+        weight = resolve_parameter(self.module, self.lookups.table[served[0].table].parameter)
         device = getattr(weight[0], weight[1]).device
         values = torch.randn(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
         rest = [size for place, size in enumerate(output.shape) if place != grows]
