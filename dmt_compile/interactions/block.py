@@ -51,6 +51,11 @@ def laid(tape: Tape, number: int) -> Laid:
         width = 1
         for place in still:
             width *= one.shape[place]
+        side = _runs(tape, along)
+        known = {tape.sources[label].width for label, _ in side if label in tape.sources} - {0, 1}
+        if known and width not in known and all(size in known for label, size in side if label > DENSE and label != MIXED):
+            # Rows of several features side by side.
+            return Laid(side * width, axis(still[0]) if len(still) == 1 and len(side) == 1 else None, axis(vary[0]), batch_axis)
         runs = tuple((int(label), width) for label in along)
         return Laid(runs, axis(vary[0]), axis(still[0]) if len(still) == 1 else None, batch_axis)
     flat = one.reshape(-1)
@@ -69,8 +74,11 @@ def _runs(tape: Tape, flat: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def root_of(tape: Tape, number: int, used: frozenset[int]) -> int:
-    """The value in which the vectors of an operand first lie together: behind views, picks and projections of each by itself."""
+def root_of(tape: Tape, number: int, used: frozenset[int], *, apart: bool = False) -> int:
+    """The value in which the vectors of an operand first lie together: behind views, picks and projections of each by itself.
+
+    Where features are looked up ``apart``, that of one feature alone is searched for behind layers too.
+    """
     while True:
         op = tape.makers.get(number)
         if op is None or op.mixes or op.family not in ("move", "unary", "norm", "linear", "nonlinear", "reduce"):
@@ -81,7 +89,8 @@ def root_of(tape: Tape, number: int, used: frozenset[int]) -> int:
         (before,) = taken
         if tape.mixed(before) or not tape.own(before) <= used:
             return number
-        if op.family != "move" and (len(tape.own(before)) < 2 or op.family == "reduce"):
+        single = len(tape.own(before)) < 2 and not (apart and tape.lookups(before))
+        if op.family != "move" and (single or op.family == "reduce"):
             return number
         number = before
 
@@ -93,11 +102,10 @@ def block_of(tape: Tape, ops: Iterable[Op], *, apart: bool = False) -> Block:
     nodes = {number: node for node, number in reversed(tape.held.items())}
     roots: dict[int, Op] = {}
     for op, number in operands:
-        roots.setdefault(root_of(tape, number, used), op)
+        roots.setdefault(root_of(tape, number, used, apart=apart), op)
     # One value that holds all of them is the block; the others are parts of it.
     if apart:
-        alone = {next(iter(tape.own(n))): (n, op) for n, op in reversed(roots.items()) if len(tape.present(n)) == 1}
-        roots = {n: op for n, op in sorted(alone.values(), key=lambda one: one[0])}
+        roots = _cover(tape, roots)
     whole = [] if apart else [number for number in roots if tape.own(number) == used and (len(used) > 1 or len(roots) == 1)]
     if whole:
         held = [number for number in whole if number in nodes]
@@ -115,6 +123,18 @@ def block_of(tape: Tape, ops: Iterable[Op], *, apart: bool = False) -> Block:
             made = _input(tape, place, nodes[place].name)
             inputs.setdefault(made.node, made)
     return Block(tuple(members), tuple(inputs.values()))
+
+
+def _cover(tape: Tape, roots: dict[int, Op]) -> dict[int, Op]:
+    """Values that hold all features between them, each with as few others as there are."""
+    chosen: dict[int, Op] = {}
+    covered: set[int] = set()
+    pure = [number for number in roots if not tape.mixed(number)]
+    for number in sorted(pure, key=lambda n: (len(tape.own(n)), tape.values[n].numel, n)):
+        if tape.own(number) - covered:
+            chosen[number] = roots[number]
+            covered |= tape.own(number)
+    return dict(sorted(chosen.items()))
 
 
 def _outside(tape: Tape, op: Op) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .flow import Group, weighted_by_softmax
+from . import pairs
+from .flow import Group, is_calm, weighted_by_softmax
 from .tape import Op, Tape
 
 
@@ -10,6 +11,9 @@ def find(tape: Tape, ops: list[Op]) -> list[Group]:
     """Cross networks and gates among products of raw vectors with mixed values."""
     found: dict[tuple[bool, frozenset[int]], list[tuple[Op, int]]] = {}
     for op in ops:
+        if pairs.is_outer_of_all(tape, op):
+            found.setdefault((False, tape.lookups(tape.factors(op)[0])), []).append((op, tape.factors(op)[0]))
+            continue
         kept = [number for number in tape.factors(op) if tape.lookups(number) and not tape.mixed(number)]
         mixed = [number for number in tape.factors(op) if tape.mixed(number)]
         if len(kept) != 1 or len(mixed) != 1:
@@ -17,6 +21,8 @@ def find(tape: Tape, ops: list[Op]) -> list[Group]:
         gate = _ends_in_activation(tape, mixed[0])
         if not gate and not _linear_in(tape, mixed[0]):
             continue
+        # A layer of a cross network adds to what it takes; a mask that a deep layer has made does not.
+        gate = gate or (_bends_in(tape, mixed[0]) and not _adds(tape, op))
         found.setdefault((gate, tape.lookups(kept[0])), []).append((op, mixed[0]))
     groups = []
     for (gate, _), entries in found.items():
@@ -36,6 +42,26 @@ def _ends_in_activation(tape: Tape, number: int) -> bool:
 def _linear_in(tape: Tape, number: int) -> bool:
     """Whether a value is made by layers, or by sums of columns times parameters."""
     return any(op.family in ("linear", "reduce") for op in tape.before([number]))
+
+
+def _bends_in(tape: Tape, number: int) -> bool:
+    """Whether there is an activation between the layers that make a value."""
+    while True:
+        op = tape.makers.get(number)
+        taken = set(tape.labelled(op)) if op is not None else set()
+        if op is None or len(taken) != 1:
+            return False
+        if op.family == "nonlinear":
+            return True
+        (number,) = taken
+
+
+def _adds(tape: Tape, op: Op) -> bool:
+    """Whether what a product makes is added to something of the same vectors, weighted or not."""
+    if op.name.startswith("addc"):
+        return True
+    on = tape.after(op.outs, lambda o: is_calm(o) or o.family in ("mul", "product"))
+    return any(user.family == "add" for _, user in on)
 
 
 def _variant(tape: Tape, entries: list[tuple[Op, int]]) -> str:

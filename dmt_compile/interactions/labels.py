@@ -73,6 +73,11 @@ _MOVES |= {"index_put_": (0, 2), "scatter_": (0, 3), "masked_fill_": (0, 2), "co
 _MOVES |= {"slice_scatter": (0, 1), "select_scatter": (0, 1), "index_copy": (0, 3), "masked_scatter_": (0, 2)}
 _MOVES |= {"_index_put_impl_": (0, 2)}
 _SAME = ("clone", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy", "zero_")
+# They take the shape of what they are given and nothing else.
+_LIKE = (
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "bernoulli"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+)
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "bitwise_not")
 _NONLINEAR = (
     *("sigmoid", "relu", "tanh", "gelu", "silu", "hardsigmoid", "hardswish", "hardtanh", "exp", "leaky_relu", "elu", "softplus"),
@@ -101,7 +106,7 @@ def rule(call: Call) -> Rule:
         return _move(call) or _everything(call)
     if not any(call.label_of(tensor) is not None for tensor in tensors):
         return Rule("move" if name in _MOVES or name in _SAME else "other", False, [None] * len(call.outs))
-    if name in _COMPARISONS:
+    if name in _COMPARISONS or name in _LIKE:
         return Rule("other", False, [None] * len(call.outs))
     for names, make in _TABLE:
         if name in names:
@@ -323,13 +328,17 @@ def _linear(call: Call) -> Rule:
 
 def _attended(call: Call, a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor | None:
     """Labels of a weighted sum of one feature's own rows, which is a vector of that feature still."""
-    for weights, mine, values, theirs, width in ((a, rows, b, columns, b.shape[-1]), (b, columns, a, rows, a.shape[-2])):
-        own = theirs.amax(-1, keepdim=True) if values is b else theirs.amax(-2, keepdim=True)
-        same = bool((theirs == own).all()) and bool(((own >= FIRST) & (own < MIXED)).all())
-        if not same or bool((mine < FIRST).any()) or bool((mine == own).all()):
+    if a.shape[-1] == 1:
+        return None
+    for weights, mine, theirs, width in ((a, rows, columns, b.shape[-1]), (b, columns, rows, a.shape[-2])):
+        if not bool(((theirs >= FIRST) & (theirs < MIXED)).all()) or bool((mine < FIRST).any()):
             continue
-        widths = {call.width_of.get(int(label)) for label in own.unique()}
-        if call.from_softmax(weights) or (bool((mine == MIXED).all()) and widths == {width}):
+        labels = [int(label) for label in theirs.unique()]
+        if bool((mine == labels[0]).all()) and len(labels) == 1:
+            continue
+        # A sum over rows has the width of a row; one over columns, which is a dot, has not.
+        whole = sum(call.width_of.get(label, 0) for label in labels) == width
+        if call.from_softmax(weights) or (bool((mine == MIXED).all()) and whole):
             return theirs
     return None
 

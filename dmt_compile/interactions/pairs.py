@@ -116,8 +116,6 @@ def classify(tape: Tape, pairs: Pairs) -> Group:
     made = sum(tape.per_sample(op.outs[0]) for op in pairs.ops)
     reach, last = ends(tape, pairs.ops)
     left = sum(tape.per_sample(number) for number in last)
-    if pairs.form == "flat outer":
-        return Group("cross network", "vector", pairs.ops)
     if pairs.form == "outer":
         return Group("bilinear" if pairs.bilinear else "outer product", "", pairs.ops)
     if pairs.form == "across":
@@ -133,7 +131,7 @@ def classify(tape: Tape, pairs: Pairs) -> Group:
         return Group("bilinear", how, pairs.ops)
     if any(_meets_softmax(tape, value, op) for value in reach for op in tape.users.get(value, ())):
         return Group("factorisation machine", f"attention over {how}", pairs.ops)
-    if left == 1 and (number > 1):
+    if left == 1 and number > 2:
         return Group("factorisation machine", how, pairs.ops)
     if number > 1 and wide > 1 and left == wide:
         return Group("factorisation machine", f"bi-interaction, {how}", pairs.ops)
@@ -172,6 +170,11 @@ def _compresses(tape: Tape, op: Op, number: float) -> bool:
     """Whether a layer sums over the pairs and leaves the columns apart."""
     layer = next_linear(tape, op.outs)
     return layer is not None and contraction(tape, layer) == number and number > 1
+
+
+def is_outer_of_all(tape: Tape, op: Op) -> bool:
+    """Whether a product is the outer product of all vectors side by side with themselves."""
+    return op.family == "product" and form_of(tape, op) == "flat outer"
 
 
 def compresses(tape: Tape, op: Op) -> bool:

@@ -9,11 +9,12 @@ from ..errors import source_location
 from . import crosses, pairs
 from .block import block_of
 from .flow import Group, contraction, ends, is_calm, weighted_by_softmax
-from .labels import DENSE, MIXED
+from .labels import MIXED
 from .records import Interaction
 from .tape import Op, Tape
 
 _ATTENTION = "_scaled_dot_product"
+_PRODUCTS = ("inner product", "element-wise product", "factorisation machine")
 
 
 def recognise(tape: Tape) -> tuple[Interaction, ...]:
@@ -37,6 +38,7 @@ class _Finder:
         return any(self.tape.lookups(number) for number in op.ins)
 
     def find(self) -> list[Group]:
+        tape = self.tape
         self._self_attention()
         self._gates()
         self._sum_squares()
@@ -44,7 +46,18 @@ class _Finder:
         self._crosses()
         self._layers()
         self._sums()
+        for op in self._of("mul", "product"):
+            before = {o.index for n in tape.labelled(op) for o in tape.before([n], lambda o: not is_calm(o))}
+            for group in self.groups:
+                if group.kind in _PRODUCTS and any(o.index in before for o in group.main):
+                    group.main.append(op)
+                    self.left.pop(op.index, None)
         for op in list(self.left.values()):
+            # A recurrent layer is written with sums and products of all kinds.
+            inside = [g for g in self.groups if g.kind == "field sum" and {o.node for o in g.main} == {op.node}]
+            for group in inside:
+                self.groups.remove(group)
+                self._add(Group("opaque", op.name.removesuffix("_").strip("_").replace("_", " "), group.main, group.ops))
             self._add(Group("opaque", op.name.removesuffix("_").strip("_").replace("_", " "), [op]), merge=True)
         return self.groups
 
@@ -64,6 +77,8 @@ class _Finder:
         if one.kind == "linear term":
             return True
         mine, theirs = self._features(one.main), self._features(other.main)
+        if one.kind == "gating":
+            mine, theirs = (self.tape.origin(group.main[0].outs[0]) for group in (one, other))
         return mine == theirs or (one.kind not in ("concat-MLP",) and bool(mine & theirs))
 
     def _features(self, ops: Iterable[Op]) -> frozenset[int]:
@@ -126,9 +141,8 @@ class _Finder:
             claimed = self._unclaimed_before([n for n in tape.labelled(op) if n != kept])
             inner = [o for o in claimed if o is not op]
             softmax = any(weighted_by_softmax(tape, n) is not None for n in op.ins) or op.name.startswith(_ATTENTION)
-            (label, *others) = sorted(tape.lookups(kept)) or [DENSE]
             # The operands are those of all its parts: who asks, and what is weighted.
-            if not others and tape.per_sample(kept) > tape.sources[label].width > 0:
+            if tape.per_sample(kept) > sum(tape.sources[label].width for label in tape.own(kept)) > 0:
                 self._add(Group("attention over a history", "softmax" if softmax else "", [*inner, op]), merge=True)
             else:
                 self._add(Group("gating", "softmax" if softmax else "", [op], inner), merge=True)
@@ -162,20 +176,18 @@ class _Finder:
 
     def _pairs(self) -> None:
         tape = self.tape
-        found = [op for op in self._of("mul", "product", "other") if self._is_pair(op)]
+        found = [op for op in self._of("mul", "product", "other") if self._is_pair(op) and not pairs.is_outer_of_all(tape, op)]
         for one in pairs.collect(tape, found):
             group = pairs.classify(tape, one)
             if group.kind == "compressed interaction":
                 deeper = [op for op in self._of("mul", "product") if op not in one.ops and pairs.compresses(tape, op)]
                 layers = 1 + len(deeper)
                 group = Group(group.kind, f"{layers} layers" if layers > 1 else "1 layer", group.main, deeper)
-            elif one.form == "flat outer":
-                group.ops += self._of("add")
             self._add(group)
 
     def _is_pair(self, op: Op) -> bool:
         taken = pairs.operands(self.tape, op)
-        if taken is None or (op.family == "other" and op.name not in ("_trilinear", "_cdist_forward")):
+        if taken is None or (op.family == "other" and op.name != "_trilinear"):
             return False
         return all(MIXED not in self.tape.present(number) and self.tape.own(number) for number in taken)
 
@@ -258,8 +270,25 @@ class _Finder:
             else:
                 name = {"amax": "max", "amin": "min"}.get(op.name, op.name) if op.family == "reduce" else "sum"
                 group = Group("field sum", "" if name == "sum" else name, [op])
+                outer = self._outer_of(op)
+                if outer is not None:
+                    group = Group("outer product", "of the sum of the vectors", [op], [outer])
                 self._add(group)
                 done.append(group)
+
+    def _outer_of(self, op: Op) -> Op | None:
+        """The outer product of a sum with itself."""
+        for _, user in self.tape.after(op.outs, is_calm):
+            taken = self.tape.factors(user)
+            summed = {self.tape.back(number, is_calm) for number in taken}
+            size = self.tape.per_sample(op.outs[0])
+            if (
+                user.family in ("mul", "product")
+                and summed == {op.outs[0]}
+                and self.tape.per_sample(user.outs[0]) == size * size > 1
+            ):
+                return user
+        return None
 
     def _is_scalar(self, number: int) -> bool:
         return self.tape.per_sample(number) == 1

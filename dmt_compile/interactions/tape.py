@@ -69,7 +69,9 @@ class Tape:
         origin: frozenset[int] = frozenset().union(*(self.origin(number) for number in op.ins))
         for number in op.outs:
             self.makers[number] = op
-            self.origins[number] = origin
+            # A part of a value depends on its own features alone.
+            moved = op.family == "move" and not self.mixed(number) and all(self.origin(n) == self.lookups(n) for n in op.ins)
+            self.origins[number] = self.lookups(number) if moved else origin
         for number in dict.fromkeys(op.ins):
             self.users.setdefault(number, []).append(op)
 
