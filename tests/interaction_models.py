@@ -89,7 +89,7 @@ class OneTable(nn.Module):
     def __init__(self, dim: int = DIM) -> None:
         super().__init__()
         self.table = nn.Embedding(sum(ROWS), dim)
-        self.register_buffer("starts", torch.tensor([0, *ROWS[:-1]]).cumsum(0))
+        self.starts = nn.Buffer(torch.tensor([0, *ROWS[:-1]]).cumsum(0))
 
     def stacked(self, x: torch.Tensor) -> torch.Tensor:
         return self.table(x + self.starts)
@@ -134,7 +134,7 @@ class DotMask(Fields):
     def __init__(self) -> None:
         super().__init__()
         self.top = mlp(PAIRS, 6, 1)
-        self.register_buffer("mask", torch.ones(N, N).triu(1) > 0)
+        self.mask = nn.Buffer(torch.ones(N, N).triu(1) > 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         t = self.stacked(x)
@@ -280,7 +280,7 @@ class DeepFm(Fields):
         e = self.stacked(x)
         wide = torch.cat([table(x[:, i]) for i, table in enumerate(self.first)], dim=1).sum(1, keepdim=True)  # here 3
         fm = 0.5 * (e.sum(1).pow(2) - e.pow(2).sum(1)).sum(1, keepdim=True)  # here
-        return wide + fm + self.deep(e.reshape(len(e), -1))  # here 2
+        return wide + fm + self.deep(e.reshape(e.shape[0], -1))  # here 2
 
 
 @entry("nfm, bi-interaction", Found("factorisation machine", "bi-interaction"))
@@ -446,7 +446,7 @@ class XDeepFm(Fields):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         e = self.stacked(x).permute(0, 2, 1)
         z = torch.matmul(e.unsqueeze(3), e.unsqueeze(2))  # here
-        z = z.view(len(z), DIM, N * N).transpose(1, 2)
+        z = z.view(z.shape[0], DIM, N * N).transpose(1, 2)
         cin = self.out(torch.relu(self.conv(z)).sum(2))
         linear = torch.stack([t(x[:, i]) for i, t in enumerate(self.wide)], 1).sum(1)  # here 3
         return linear + cin + self.deep(e.transpose(1, 2).flatten(1))  # here 2
@@ -674,3 +674,186 @@ class Din(Histories):
         w = self.score(torch.cat([q, history, q - history, q * history], dim=-1))  # here
         pooled = (w * history).sum(dim=1)
         return self.top(torch.cat([user, target, pooled], dim=1))  # here 2
+
+
+@entry("attention to a masked history of two lookups", Found("attention over a history", "softmax", 14), Found("concat-MLP", "", 5))
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.kind, self.user = (nn.Embedding(ROWS[i], DIM) for i in (0, 1, 2))
+        self.score, self.top = nn.Sequential(nn.Linear(8 * DIM, 6), nn.PReLU(), nn.Linear(6, 1)), mlp(5 * DIM, 6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        items, kinds = x[:, [0, 2, 3, 2, 0, 3]].clamp(max=3), x[:, [1, 1, 0, 1, 0, 1]].clamp(max=8)
+        q = torch.cat([self.item(x[:, 0]), self.kind(x[:, 1])], dim=-1).unsqueeze(1)
+        k = torch.cat([self.item(items), self.kind(kinds)], dim=-1)
+        qs = q.expand(-1, k.size(1), -1)
+        w = self.score(torch.cat([qs, k, qs - k, qs * k], dim=-1)).squeeze(-1)  # here
+        w = torch.where(items > 0, w, torch.full_like(w, -1e9)).softmax(-1)
+        pooled = torch.matmul(w.unsqueeze(1), k).squeeze(1)
+        return self.top(torch.cat([self.user(x[:, 2]), q.squeeze(1), pooled], dim=-1))  # here 2
+
+
+@entry("history attended to by heads", Found("attention over a history", "softmax", 7), Found("concat-MLP", "", 3))
+class AskedByHeads(Histories):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        user, target, history = self.user(x[:, 1]), self.item(x[:, 0]), self.item(x[:, [0, 2, 2, 2, 0, 0]].clamp(max=3))
+        found, _ = self.attention(target.unsqueeze(1), history, history, need_weights=False)  # here
+        return self.top(torch.cat([user, target, found.squeeze(1)], dim=1))  # here 2
+
+
+@entry("history pooled by itself", Found("concat-MLP", "", 3))
+class PooledAlone(Histories):
+    """A masked mean and a recurrent layer mix nothing: all rows are of one feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(DIM, DIM, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = x[:, [0, 2, 2, 2, 0, 0]].clamp(max=3)
+        history, mask = self.item(ids), (ids > 0).float().unsqueeze(-1)
+        mean = (history * mask).sum(1) / mask.sum(1).clamp(min=1)
+        return self.top(torch.cat([self.user(x[:, 1]), mean, self.gru(history)[1][0]], dim=1))  # here
+
+
+# More ways
+
+
+@entry("fields weighed by pair", Found("factorisation machine", "sum of all products"))
+class WeighedPairs(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.r = nn.Parameter(torch.randn(N, N))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.stacked(x)
+        return torch.triu(torch.bmm(e, e.transpose(1, 2)) * self.r, diagonal=1).sum((1, 2))  # here
+
+
+@entry("field-aware", Found("factorisation machine", "10 pairs", 2 * PAIRS))
+class FieldAware(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(sum(ROWS), DIM) for _ in ROWS])
+        self.starts = nn.Buffer(torch.tensor([0, *ROWS[:-1]]).cumsum(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = [table(x + self.starts) for table in self.tables]
+        made = [e[j][:, i] * e[i][:, j] for i in range(N) for j in range(i + 1, N)]  # here
+        return torch.stack(made, dim=1).sum(dim=1).sum(dim=1)
+
+
+@entry("outer product of the sum", Found("outer product", "of the sum"), Found("concat-MLP", "beside"))
+class OuterOfSum(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = mlp(FLAT + DIM * DIM, 6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.stacked(x)
+        p = e.sum(dim=1)  # here
+        outer = torch.bmm(p.unsqueeze(2), p.unsqueeze(1)).flatten(1)
+        return self.top(torch.cat([e.flatten(1), outer], dim=1))  # here 2
+
+
+@entry("a kernel between the vectors of a pair", Found("bilinear", "10 pairs"))
+class Kernel(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.top = nn.Parameter(torch.randn(DIM, PAIRS, DIM)), mlp(PAIRS, 6, 1)
+        self.i, self.j = torch.triu_indices(N, N, 1).tolist()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.stacked(x)
+        left = (e[:, self.i].unsqueeze(1) * self.kernel).sum(-1).transpose(1, 2)
+        return self.top((left * e[:, self.j]).sum(-1))  # here
+
+
+@entry("cross, vector by outer products", Found("cross network", "vector, 2 layers"))
+class CrossOuter(Crossed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList([nn.Parameter(torch.randn(FLAT, 1)) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x0 = xl = self.flat(x)
+        for w in self.w:
+            xl = (torch.bmm(x0.unsqueeze(2), xl.unsqueeze(1)) @ w).squeeze(2) + xl  # here
+        return self.out(xl)
+
+
+@entry("a mask from all vectors", Found("gating"))
+class MaskedBlock(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mask, self.top = nn.LayerNorm(DIM), mlp(FLAT, 6, FLAT), mlp(FLAT, 6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.stacked(x)
+        return self.top(self.mask(e.flatten(1)) * self.norm(e).flatten(1))  # here
+
+
+@entry("dense columns as fields", Found("factorisation machine", "sum-square", N + DENSE, DIM, DENSE),
+       Found("concat-MLP", "", N + DENSE, DIM, DENSE), dense=True)  # fmt: skip
+class DenseFields(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.deep = nn.Parameter(torch.randn(DENSE, DIM)), mlp(FLAT + DENSE * DIM, 6, 1)
+
+    def forward(self, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        e = torch.cat([self.stacked(x), d.unsqueeze(2) * self.v], dim=1)
+        fm = e.sum(1).square() - e.square().sum(1)  # here
+        return fm.sum(1, keepdim=True) + self.deep(e.flatten(1))  # here 2
+
+
+@entry("values of the fields", Found("concat-MLP"), dense=True)
+class Values(Fields):
+    """A vector times its feature's value is a vector of that feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = mlp(FLAT, 6, 1)
+
+    def forward(self, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        e = self.stacked(x) * torch.cat([d, d[:, :1]], dim=1).unsqueeze(2)
+        return self.top(e.flatten(1))  # here
+
+
+@entry("a layer over the fields", Found("opaque", "a layer across the vectors"))
+class Mixer(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.over, self.out = nn.Linear(N, N), nn.Linear(FLAT, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.stacked(x)
+        return self.out((e + F.gelu(self.over(e.transpose(1, 2))).transpose(1, 2)).flatten(1))  # here
+
+
+@entry("a recurrent layer over the fields", Found("opaque"))
+class Recurrent(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.out = nn.GRU(DIM, 6, batch_first=True), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, _ = self.gru(self.stacked(x))  # here
+        return self.out(found[:, -1])
+
+
+@entry("distances", Found("opaque", "cdist"))
+class Distances(Fields):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.stacked(x)
+        return torch.cdist(e, e).sum((1, 2))  # here
+
+
+@entry("nothing mixed")
+class Apart(Fields):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.stacked(x)).mean(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ..errors import source_location
 from . import crosses, pairs
@@ -53,6 +53,8 @@ class _Finder:
                     group.main.append(op)
                     self.left.pop(op.index, None)
         for op in list(self.left.values()):
+            if op.index not in self.left:
+                continue
             # A recurrent layer is written with sums and products of all kinds.
             inside = [g for g in self.groups if g.kind == "field sum" and {o.node for o in g.main} == {op.node}]
             for group in inside:
@@ -87,8 +89,9 @@ class _Finder:
     def _unclaimed_before(self, starts: Iterable[int]) -> list[Op]:
         return [op for op in self.tape.before(starts) if op.index in self.left]
 
-    def _of(self, *families: str) -> list[Op]:
-        return [op for op in self.left.values() if op.family in families]
+    def _of(self, *families: str) -> Iterator[Op]:
+        """What is left over of these families, while others may be claimed."""
+        return (op for op in list(self.left.values()) if op.family in families and op.index in self.left)
 
     # Attention and gates
 
@@ -192,7 +195,7 @@ class _Finder:
         return all(MIXED not in self.tape.present(number) and self.tape.own(number) for number in taken)
 
     def _crosses(self) -> None:
-        for group in crosses.find(self.tape, self._of("mul", "product")):
+        for group in crosses.find(self.tape, list(self._of("mul", "product"))):
             layers = {op.index for op in group.main}
             claimed = [o for op in group.main for o in self._unclaimed_before(op.ins)]
             # The vectors added again to what has been made of them.
