@@ -78,42 +78,17 @@ def said(program: TowerProgram) -> list[tuple[Any, ...]]:
     return [(one.kind, one.variant, [(m.role, m.width) for m in one.block.members], len(one.nodes)) for one in program.interactions]
 
 
+CALLED = """
+tables table starts top bottom deep wide conv convs gate excite kernel user item dots score history target pairs pooled mask token
+cross first fm cin w
+"""
+
+
 def test_names_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same models, every class, attribute and variable called something else."""
     source = inspect.getsource(interaction_models)
     called = {entry.make.__name__ for entry in ZOO.values()} | {"Fields", "OneTable", "Crossed", "Histories"}
-    called |= {
-        "tables",
-        "table",
-        "starts",
-        "top",
-        "bottom",
-        "deep",
-        "wide",
-        "conv",
-        "convs",
-        "gate",
-        "excite",
-        "kernel",
-        "user",
-        "item",
-    }
-    called |= {
-        "dots",
-        "score",
-        "history",
-        "target",
-        "pairs",
-        "square",
-        "pooled",
-        "mask",
-        "token",
-        "cross",
-        "first",
-        "fm",
-        "cin",
-        "w",
-    }
+    called |= set(CALLED.split())
     for number, name in enumerate(sorted(called)):
         source = re.sub(rf"(?<![\w\"]){name}\b(?!\")", f"q{number}", source)
     module = types.ModuleType("renamed")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from ..verify.cluster import placeholders
 from ..verify.deal import Layout, batch_size, deal_sizes
 from .recognise import recognise
 from .records import Block, Interaction
+from .tape import Tape
 from .trace import Recorder, Runner, materialise
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -47,14 +51,28 @@ def find_interactions(
     ``inputs`` are a few samples, or None: then they are made up. Nothing of the model is changed and no table is read.
     """
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(io.StringIO()), _plain_attention():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet(), _plain_attention():
             return recognise(_run(flat, root, lookups, inputs, layout))
     except Exception as error:
         return (Interaction("unknown", first_line(error), Block(()), "", (), None),)
 
 
 @contextlib.contextmanager
-def _plain_attention() -> Any:
+def _quiet() -> Iterator[None]:
+    """Keep back what a model says when it runs, and the code that a failing GraphModule prints."""
+    logger = logging.getLogger("torch.fx._symbolic_trace")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
     """One fused operator for a whole layer would hide what happens in it."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -64,16 +82,38 @@ def _plain_attention() -> Any:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _run(flat: fx.GraphModule, root: nn.Module, lookups: LookupSet, inputs: Inputs | None, layout: Layout) -> Any:
+def _run(flat: fx.GraphModule, root: nn.Module, lookups: LookupSet, inputs: Inputs | None, layout: Layout) -> Tape:
     tables = {id(root.get_parameter(table.parameter)) for table in lookups.tables}
     # Layers such as BatchNorm refuse to train on one sample, and dropout would only disturb.
     clone = clone_sharing_tensors(root, copy_buffers=True).eval()
     materialise(clone, tables)
     module = graph_module_over(clone, flat.graph, extras_of(flat), "Followed")
-    if inputs is None:
-        batch, given = _SAMPLES, _made_up(module, lookups, _SAMPLES)
-    else:
-        batch, given = batch_size(*inputs, layout), placeholders(module.graph, *inputs)
+    if inputs is not None:
+        return _follow(module, lookups, placeholders(module.graph, *inputs), batch_size(*inputs, layout))
+    given, unknown = _made_up(module, lookups, _SAMPLES)
+    shapes: list[tuple[int, ...]] = [(), (1,)]
+    while True:
+        shape = shapes.pop(0)
+        given.update({node: torch.rand(_SAMPLES, *shape) for node in unknown})
+        try:
+            return _follow(module, lookups, given, _SAMPLES)
+        except RuntimeError as error:
+            sizes = _MISMATCH.search(str(error))
+            missing = int(sizes[2]) - int(sizes[1]) if sizes is not None else 0
+            if shape == (1,) and len(unknown) == 1 and missing > 0:
+                shapes = [(1 + missing,)]
+            elif not unknown or not shapes:
+                raise
+        except IndexError:
+            if not unknown or not shapes:
+                raise
+
+
+# What a layer says that is given too few columns.
+_MISMATCH = re.compile(r"\(\d+x(\d+) and (\d+)x\d+\)")
+
+
+def _follow(module: fx.GraphModule, lookups: LookupSet, given: Mapping[fx.Node, Any], batch: int) -> Tape:
     recorder = Recorder(batch)
     runner = Runner(module, recorder, lookups, given)
     with recorder:
@@ -81,10 +121,14 @@ def _run(flat: fx.GraphModule, root: nn.Module, lookups: LookupSet, inputs: Inpu
     return recorder.tape
 
 
-def _made_up(module: fx.GraphModule, lookups: LookupSet, batch: int) -> dict[fx.Node, Any]:
-    """Random dense inputs as wide as the first layer that takes them; ids are not needed, as lookups are not run."""
+def _made_up(module: fx.GraphModule, lookups: LookupSet, batch: int) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
+    """Random dense inputs as wide as the first layer that takes them, and those of which that is not known.
+
+    Ids are not needed, as lookups are not run.
+    """
     ids = {node for source in lookups.sources for node in source.nodes}
     given: dict[fx.Node, Any] = {}
+    unknown: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.op != "placeholder" and input_path(node) is None:
             continue
@@ -93,8 +137,11 @@ def _made_up(module: fx.GraphModule, lookups: LookupSet, batch: int) -> dict[fx.
             given[node] = None
         else:
             width = _width(module, node)
-            given[node] = torch.rand(batch) if width is None else torch.rand(batch, width)
-    return given
+            if width is None:
+                unknown.append(node)
+            else:
+                given[node] = torch.rand(batch, width)
+    return given, unknown
 
 
 def _width(module: fx.GraphModule, start: fx.Node) -> int | None:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from .ops import ALONG, ATTENTION, COMPARISONS, LIKE, MOVES, NONLINEAR, NORMS, REDUCTIONS, SAME
+
 Labels = torch.Tensor | None
 DENSE = 1
 FIRST = 2
@@ -56,57 +58,15 @@ class Call:
         return str(self.func.overloadpacket).removeprefix("aten.")
 
 
-# Which arguments hold the values that are moved; the others are sizes, dimensions and indices.
-_MOVES: dict[str, tuple[int, ...]] = dict.fromkeys(
-    (
-        *("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "expand", "squeeze", "unsqueeze"),
-        *("select", "slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk"),
-        *("unbind", "cat", "stack", "index", "index_select", "gather", "flip", "roll", "repeat", "diagonal", "tril", "triu"),
-        *("constant_pad_nd", "masked_select", "unfold", "as_strided", "repeat_interleave", "take", "diag_embed", "alias", "detach"),
-        *("transpose_", "squeeze_", "unsqueeze_", "t_", "split_copy", "unbind_copy", "select_copy", "slice_copy", "view_copy"),
-        *("permute_copy", "expand_copy", "movedim", "narrow", "rot90", "split_with_sizes_copy", "pixel_shuffle", "channel_shuffle"),
-    ),
-    (0,),
-)
-_MOVES |= {"where": (1, 2), "index_put": (0, 2), "scatter": (0, 3), "masked_fill": (0, 2), "masked_scatter": (0, 2)}
-_MOVES |= {"index_put_": (0, 2), "scatter_": (0, 3), "masked_fill_": (0, 2), "copy_": (0, 1), "fill_": (0, 1), "copy": (0, 1)}
-_MOVES |= {"slice_scatter": (0, 1), "select_scatter": (0, 1), "index_copy": (0, 3), "masked_scatter_": (0, 2)}
-_MOVES |= {"_index_put_impl_": (0, 2)}
-_SAME = ("clone", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy", "zero_")
-# They take the shape of what they are given and nothing else.
-_LIKE = (
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "bernoulli"),
-    *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
-)
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "bitwise_not")
-_NONLINEAR = (
-    *("sigmoid", "relu", "tanh", "gelu", "silu", "hardsigmoid", "hardswish", "hardtanh", "exp", "leaky_relu", "elu", "softplus"),
-    *("prelu", "_prelu_kernel", "mish", "log_sigmoid", "log_sigmoid_forward", "threshold", "clamp", "clamp_min", "selu", "celu"),
-)
-_NORMS = (
-    *("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
-    *("cudnn_batch_norm", "native_group_norm", "_batch_norm_with_update", "batch_norm", "_fused_rms_norm", "rms_norm"),
-)
-_REDUCTIONS = (
-    *("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "prod", "logsumexp", "linalg_vector_norm"),
-    *("norm", "nansum", "median", "mode", "any", "all", "argmax", "argmin", "count_nonzero"),
-)
-_ALONG = ("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "sort", "topk", "logcumsumexp")
-_ATTENTION = (
-    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-)
-
-
 def rule(call: Call) -> Rule:
     """The rule that fits an operator; for one that is not known, everything that it takes meets in everything it returns."""
-    name = call.name.removesuffix("_") if call.name not in _MOVES else call.name
+    name = call.name.removesuffix("_") if call.name not in MOVES else call.name
     tensors = tensors_in((call.args, call.kwargs))
-    if call.name in _MOVES and any(call.mark_of(tensor) is not None for tensor in tensors):
+    if call.name in MOVES and any(call.mark_of(tensor) is not None for tensor in tensors):
         return _move(call) or _everything(call)
     if not any(call.label_of(tensor) is not None for tensor in tensors):
-        return Rule("move" if name in _MOVES or name in _SAME else "other", False, [None] * len(call.outs))
-    if name in _COMPARISONS or name in _LIKE:
+        return Rule("move" if name in MOVES or name in SAME else "other", False, [None] * len(call.outs))
+    if name in COMPARISONS or name in LIKE:
         return Rule("other", False, [None] * len(call.outs))
     for names, make in _TABLE:
         if name in names:
@@ -169,7 +129,7 @@ def zeros_or(labels: Labels, value: torch.Tensor) -> torch.Tensor:
 
 
 def _move(call: Call) -> Rule | None:
-    places = _MOVES[call.name]
+    places = MOVES[call.name]
     args = [_with_labels(call, value) if place in places else value for place, value in enumerate(call.args)]
     if call.name == "constant_pad_nd":
         args = [*args[:2], 0]
@@ -249,7 +209,7 @@ def _pointwise(call: Call) -> Rule:
     if len(labelled) == 1 or all(tensor is labelled[0][0] for tensor, _ in labelled):
         made = labelled[0][1].expand(shape).clone()
         square = (name == "mul" and len(labelled) == 2) or name == "square" or (name == "pow" and call.args[1] == 2)
-        return Rule("square" if square else "nonlinear" if name in _NONLINEAR else "unary", False, [made])
+        return Rule("square" if square else "nonlinear" if name in NONLINEAR else "unary", False, [made])
     if name in ("mul", "div") and len(labelled) == 2:
         scaled = _scaled(call, *labelled)
         if scaled is not None:
@@ -419,13 +379,13 @@ def _everything(call: Call) -> Rule:
 
 
 _TABLE: tuple[tuple[Sequence[str], Callable[[Call], Rule | None]], ...] = (
-    (tuple(_MOVES), _move),
-    (_SAME, _same),
-    (_NORMS, _norm),
-    (_ALONG, _along),
-    (_REDUCTIONS, _reduce),
+    (tuple(MOVES), _move),
+    (SAME, _same),
+    (NORMS, _norm),
+    (ALONG, _along),
+    (REDUCTIONS, _reduce),
     (("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear", "_mkl_linear", "vdot"), _linear),
     (("convolution", "_convolution", "mkldnn_convolution"), _convolution),
-    (_ATTENTION, _attention),
+    (ATTENTION, _attention),
     (("log_sigmoid_forward", "_prelu_kernel"), _nonlinear),
 )

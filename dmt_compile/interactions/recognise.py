@@ -31,7 +31,10 @@ class _Finder:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.left: dict[int, Op] = {op.index: op for op in tape.ops if op.mixes and self._takes_lookup(op)}
+        # What a forward only looks at, to take one way or another, is no interaction.
+        used = None if tape.results is None else {op.index for op in tape.before(tape.results)}
+        mixing = (op for op in tape.ops if op.mixes and self._takes_lookup(op))
+        self.left: dict[int, Op] = {op.index: op for op in mixing if used is None or op.index in used}
         self.groups: list[Group] = []
 
     def _takes_lookup(self, op: Op) -> bool:

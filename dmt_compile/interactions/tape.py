@@ -52,13 +52,17 @@ class Source:
 
 @dataclass
 class Tape:
-    """All operators of one run over ``batch`` samples. ``sources`` are by label, ``held`` the values of graph nodes."""
+    """All operators of one run over ``batch`` samples.
+
+    ``sources`` are by label, ``held`` the values of graph nodes; ``results`` are what the model returns, None if that is not known.
+    """
 
     batch: int
     sources: Mapping[int, Source]
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     held: dict[fx.Node, int] = field(default_factory=dict)
+    results: list[int] | None = None
     makers: dict[int, Op] = field(default_factory=dict)
     users: dict[int, list[Op]] = field(default_factory=dict)
     origins: dict[int, frozenset[int]] = field(default_factory=dict)

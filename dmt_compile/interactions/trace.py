@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..adapters import torchrec as torchrec_adapter
 from ..graphs import INPUT, input_path, resolve_parameter
@@ -215,7 +216,12 @@ class Runner(fx.Interpreter):
                 self._input(tensor)
         elif n.name in self.outputs:
             value = self._lookup(n, self.outputs[n.name])
-        elif n.op in ("placeholder", "output"):
+        elif n.op == "output":
+            leaves = tree_leaves(super().run_node(n))
+            if all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves):
+                self.recorder.tape.results = [self.recorder.numbered(tensor) for tensor in tensors_in(leaves)]
+            return None
+        elif n.op == "placeholder":
             return None
         else:
             value = super().run_node(n)
