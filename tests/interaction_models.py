@@ -857,3 +857,81 @@ class Distances(Fields):
 class Apart(Fields):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.stacked(x)).mean(2)
+
+
+@entry("cross, each column gated", Found("cross network", "gated full, 2 layers"))
+class CrossGated(Crossed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.g = (nn.ModuleList([nn.Linear(FLAT, FLAT) for _ in range(2)]) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x0 = xl = self.flat(x)
+        for c, g in zip(self.c, self.g, strict=True):
+            xl = x0 * c(xl) * torch.sigmoid(g(xl)) + xl  # here
+        return self.out(xl)
+
+
+class Projected(nn.Module):
+    """Tables of different widths, each with a layer to the same width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(rows, 2 + i) for i, rows in enumerate(ROWS)])
+        self.layers = nn.ModuleList([nn.Linear(2 + i, DIM) for i in range(N)])
+        self.top = mlp(PAIRS, 6, 1)
+
+    def rows(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(table(x[:, i])) for i, (table, layer) in enumerate(zip(self.tables, self.layers, strict=True))]
+
+
+@entry("projected vectors, dot and masked_select", Found("pairwise dot", "10 of 25"))
+class ProjectedDot(Projected):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = torch.stack(self.rows(x), dim=1)
+        z = torch.matmul(e, e.permute(0, 2, 1))  # here
+        upper = torch.triu(torch.ones_like(z), diagonal=1) > 0
+        return self.top(torch.masked_select(z, upper).view(-1, PAIRS))
+
+
+@entry("projected vectors, inner products in a loop", Found("inner product", "10 pairs"))
+class ProjectedLoop(Projected):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.rows(x)
+        return self.top(torch.stack([(e[i] * e[j]).sum(-1) for i in range(N) for j in range(i + 1, N)], dim=1))  # here
+
+
+@entry("projected vectors, side by side", Found("concat-MLP"))
+class ProjectedFlat(Projected):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = mlp(FLAT, 6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.deep(torch.cat(self.rows(x), dim=1))  # here
+
+
+@entry("attention in one function", Found("self-attention"))
+class OneFunction(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.out = nn.Linear(FLAT, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.stacked(x)
+        q, k, v = (layer(e).view(-1, N, 2, DIM // 2).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        found = F.scaled_dot_product_attention(q, k, v)  # here
+        return self.out(found.transpose(1, 2).reshape(-1, FLAT))
+
+
+@entry("fm with a matrix of factors", Found("factorisation machine", "sum-square"))
+class Factors(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.randn(FLAT, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        e = self.flat(x)
+        a = torch.mm(e, self.factors).pow(2)  # here
+        return 0.5 * (a - torch.mm(e.pow(2), self.factors.pow(2))).sum(1)

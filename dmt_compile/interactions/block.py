@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .flow import projected
 from .labels import DENSE, MIXED
 from .records import Block, BlockInput, Member
 from .tape import Op, Tape, sample
@@ -38,7 +39,7 @@ def laid(tape: Tape, number: int) -> Laid:
         label = int(one.reshape(-1)[0]) if one.numel() else 0
         width = tape.sources[label].width if label in tape.sources else 0
         last = one.shape[-1] if one.dim() else 1
-        size = last if label == DENSE or not width else min(width, one.numel())
+        size = last if label == DENSE or not width or projected(tape, number) else min(width, one.numel())
         several = [place for place in range(one.dim() - 1) if one.shape[place] > 1]
         runs = ((label, size),) * max(one.numel() // max(size, 1), 1)
         counted = axis(several[0]) if len(several) == 1 and len(runs) == one.shape[several[0]] else None
@@ -58,8 +59,17 @@ def laid(tape: Tape, number: int) -> Laid:
             return Laid(side * width, axis(still[0]) if len(still) == 1 and len(side) == 1 else None, axis(vary[0]), batch_axis)
         runs = tuple((int(label), width) for label in along)
         return Laid(runs, axis(vary[0]), axis(still[0]) if len(still) == 1 else None, batch_axis)
-    flat = one.reshape(-1)
-    return Laid(_runs(tape, flat), None, axis(vary[0]) if len(vary) == 1 else None, batch_axis)
+    runs = _pieces(tape, number, one.numel()) or _runs(tape, one.reshape(-1))
+    return Laid(runs, None, axis(vary[0]) if len(vary) == 1 else None, batch_axis)
+
+
+def _pieces(tape: Tape, number: int, size: int) -> tuple[tuple[int, int], ...]:
+    """The vectors of a value that was put together from parts, part by part; none if they do not make up ``size`` columns."""
+    op = tape.makers.get(tape.back(number, lambda o: o.family in ("move", "unary", "norm", "nonlinear")))
+    if op is None or op.name not in ("cat", "stack") or len(op.ins) < 2:
+        return ()
+    parts = tuple(run for part in op.ins for run in laid(tape, part).runs) if all(map(tape.present, op.ins)) else ()
+    return parts if sum(width for _, width in parts) == size else ()
 
 
 def _runs(tape: Tape, flat: torch.Tensor) -> tuple[tuple[int, int], ...]:

@@ -73,8 +73,9 @@ def _variant(tape: Tape, entries: list[tuple[Op, int]]) -> str:
         kind = "vector"
     else:
         kind = "full" if max(ranks) <= 1 else "low-rank"
-    if _is_mixture(tape, [op for op, _ in entries]):
-        kind = f"mixture of {kind}" if kind != "full" else "mixture"
+    weighted = _weighted(tape, [op for op, _ in entries])
+    if weighted:
+        kind = f"{weighted} {kind}"
     depth: dict[int, int] = {}
     for op, _ in entries:
         before = {o.index for o in tape.before(op.ins)}
@@ -98,13 +99,14 @@ def _layers_in(tape: Tape, number: int) -> int:
         (number,) = taken
 
 
-def _is_mixture(tape: Tape, ops: list[Op]) -> bool:
-    """Whether what several experts have made is weighted before it goes on."""
+def _weighted(tape: Tape, ops: list[Op]) -> str:
+    """Whether what the products make is weighted before it goes on: that of several experts, or each column."""
     for op in ops:
         for number, user in tape.after(op.outs, lambda o: o.family in ("move", "unary", "norm")):
             if user.family not in ("mul", "product") or user in ops:
                 continue
             others = [n for n in tape.labelled(user) if n != number]
             if any(weighted_by_softmax(tape, n) is not None or _ends_in_activation(tape, n) for n in others):
-                return True
-    return False
+                summed = user.family == "product" or any(o.family == "reduce" for _, o in tape.after(user.outs, is_calm))
+                return "mixture of" if summed else "gated"
+    return ""

@@ -72,7 +72,8 @@ def ends(tape: Tape, ops: Iterable[Op]) -> tuple[set[int], set[int]]:
     last = set()
     for number in reach:
         users = tape.users.get(number, ())
-        if not users or any(user.index not in absorbed for user in users):
+        # Who only looks at the shape, or compares, takes nothing on.
+        if not users or any(user.index not in absorbed and any(map(tape.present, user.outs)) for user in users):
             last.add(number)
     return reach, last
 

@@ -37,7 +37,7 @@ REDUCTIONS = (
     *("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "prod", "logsumexp", "linalg_vector_norm"),
     *("norm", "nansum", "median", "mode", "any", "all", "argmax", "argmin", "count_nonzero"),
 )
-ALONG = ("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "sort", "topk", "logcumsumexp")
+ALONG = ("_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "sort", "topk", "logcumsumexp")
 ATTENTION = (
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),

@@ -159,10 +159,12 @@ def _width(tape: Tape, pairs: Pairs) -> int:
     op = pairs.ops[0]
     widths = {tape.sources[label].width for number in op.ins for label in tape.lookups(number)}
     shape = tape.values[op.outs[0]].shape
-    # A projection may have changed the width.
-    sizes = [size for size in shape if size in widths]
-    if not sizes and pairs.form == "grid" and op.family == "product":
+    if pairs.form == "grid" and op.family == "product":
         return max(widths, default=1)
+    # A projection may have changed the width.
+    if len(shape) > 1 and any(not _varies(tape, number, -1) for number in tape.factors(op)):
+        return shape[-1]
+    sizes = [size for size in shape[1:] if size in widths]
     return sizes[-1] if sizes else shape[-1] if shape else 1
 
 

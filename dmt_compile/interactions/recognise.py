@@ -160,8 +160,10 @@ class _Finder:
         tape = self.tape
         for square in [op for op in tape.ops if op.family == "square"]:
             summed = tape.makers.get(tape.back(square.ins[0], is_calm))
-            if summed is None or summed.index not in self.left or summed.family not in ("reduce", "add"):
+            if summed is None or summed.index not in self.left or summed.family not in ("reduce", "add", "linear"):
                 continue
+            # With a matrix of weights the sums are layers.
+            kinds = (summed.family, "reduce", "add") if summed.family == "linear" else ("reduce", "add")
             for number, less in tape.after(square.outs, lambda o: is_calm(o) or o.family == "reduce"):
                 other = [n for n in tape.labelled(less) if n != number]
                 if less.family != "add" or len(other) != 1:
@@ -169,7 +171,7 @@ class _Finder:
                 squares = list(tape.before(other, lambda o: o.family == "square"))
                 if not any(o.family == "square" and not tape.mixed(o.ins[0]) for o in squares):
                     continue
-                sums = [o for o in tape.before(summed.outs) if o.index in self.left and o.family in ("reduce", "add")]
+                sums = [o for o in tape.before(summed.outs) if o.index in self.left and o.family in kinds]
                 rest = [o for o in squares if o.index in self.left]
                 _, last = ends(tape, [less])
                 left = max((tape.per_sample(n) for n in last), default=1)

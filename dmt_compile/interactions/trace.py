@@ -48,6 +48,11 @@ class Recorder(TorchDispatchMode):
         self.shifted: set[int] = set()
         self.softmax: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler, which takes seconds, only to switch it off here.
+        return False
+
     def new_label(self, name: str, role: Any, width: int) -> int:
         label = FIRST + len(self.sources) - 1
         self.sources[label] = Source(name, role, width)
