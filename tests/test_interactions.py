@@ -151,7 +151,7 @@ def test_tables_are_not_read_or_made() -> None:
             return self.top(torch.cat([table(x[:, i]) for i, table in enumerate(self.tables)], 1))
 
     (found,) = towerize(Huge(), SMALL, example_inputs=(torch.zeros(4, 3, dtype=torch.long, device="meta"),)).interactions
-    assert found.kind in ("concat-MLP", "unknown")
+    assert (found.kind, found.block.vectors, found.block.width) == ("concat-MLP", 3, 16)
 
 
 def test_the_model_is_left_alone() -> None:

@@ -33,14 +33,18 @@ def few_samples(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -
     """The first samples of a batch, which are enough to follow features; None if it cannot be cut."""
     try:
         batch = batch_size(args, kwargs, layout)
-        if batch <= _SAMPLES:
-            return args, kwargs
-        few, named = deal_sizes(args, kwargs, [_SAMPLES, batch - _SAMPLES], layout)[0]
+        few, named = args, kwargs
+        if batch > _SAMPLES:
+            few, named = deal_sizes(args, kwargs, [_SAMPLES, batch - _SAMPLES], layout)[0]
         # A part of the batch would keep all of it alive.
-        cloned: Inputs = tree_map_only(torch.Tensor, torch.clone, (few, named))
+        cloned: Inputs = tree_map_only(torch.Tensor, _copied, (few, named))
         return cloned
     except Exception:
         return None
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.detach().clone()
 
 
 def find_interactions(

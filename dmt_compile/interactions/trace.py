@@ -308,9 +308,13 @@ def materialise(root: nn.Module, tables: set[int]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta or id(parameter) in tables:
                 continue
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
             if parameter.numel() > _MOST:
                 raise ValueError("its layers are on the meta device and too large to be tried")
-            made.setdefault(id(parameter), nn.Parameter(torch.randn(parameter.shape, dtype=parameter.dtype), requires_grad=False))
+            # One number in the memory of all: what layers make of features does not depend on values.
+            held = torch.full((1,), 0.5, dtype=parameter.dtype).expand(parameter.shape)
+            made.setdefault(id(parameter), nn.Parameter(held, requires_grad=False))
             module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -319,4 +323,4 @@ def materialise(root: nn.Module, tables: set[int]) -> None:
                 module._buffers[name] = torch.rand(buffer.shape, dtype=buffer.dtype)
 
 
-_MOST = 2**28
+_MOST = 2**30
