@@ -91,8 +91,3 @@ def next_linear(tape: Tape, numbers: Iterable[int]) -> Op | None:
     """The first linear layer that takes these values as they are."""
     found = [op for _, op in tape.after(numbers, is_calm) if op.family == "linear"]
     return min(found, key=lambda op: op.index, default=None)
-
-
-def width_of(tape: Tape, numbers: Iterable[int]) -> int:
-    """The width of the looked-up vectors in some values, the largest where they differ."""
-    return max((tape.sources[label].width for number in numbers for label in tape.lookups(number)), default=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -152,10 +151,6 @@ class Tape:
                 yield number, op
                 if through(op):
                     waiting += op.outs
-
-
-def first(values: Iterable[Any]) -> Any:
-    return next(iter(values), None)
 
 
 def sample(labels: torch.Tensor, batch: int) -> tuple[torch.Tensor, int | None]:
