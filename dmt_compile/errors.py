@@ -61,3 +61,9 @@ def at(node: fx.Node) -> str:
     """How an error names a node: its name and, where known, the user's line."""
     where = source_location(node)
     return f"node '{node.name}'" + (f" ({where})" if where else "")
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: its type and the first line of its message."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

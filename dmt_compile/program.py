@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from .interactions import Interaction
     from .render.diff import StageDiff
     from .runtime.rank_module import RankModule
     from .verify.certificate import Certificate
@@ -66,7 +67,13 @@ def towerize(
     captured = capture(model, split_inputs(example_inputs) if example_inputs is not None else None)
     analyses = analyse(captured, example_inputs)
     plan = make_plan(analyses[True].lookups, topology, towers, partition)
-    return TowerProgram(captured, analyses, plan)
+    return TowerProgram(captured, analyses, plan, _few(example_inputs, analyses))
+
+
+def _few(example_inputs: ExampleInputs | None, analyses: Mapping[bool, Analysis]) -> Any:
+    from .interactions import few_samples
+
+    return few_samples(*split_inputs(example_inputs), analyses[True].layout) if example_inputs is not None else None
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,9 @@ class _Compilation:
     analyses: Mapping[bool, Analysis]
     plan: TowerPlan
     stages: Mapping[bool, Mapping[str, Stage]]
+    # A few samples of the example inputs, and by mode what was found with them.
+    sample: Any = None
+    interactions: dict[bool, tuple[Interaction, ...]] = field(default_factory=dict)
 
     @property
     def analysis(self) -> Analysis:
@@ -106,7 +116,7 @@ class TowerProgram(nn.Module):
     ``state_dict()`` are the flat model's own, by the same names.
     """
 
-    def __init__(self, captured: Captured, analyses: Mapping[bool, Analysis], plan: TowerPlan) -> None:
+    def __init__(self, captured: Captured, analyses: Mapping[bool, Analysis], plan: TowerPlan, sample: Any = None) -> None:
         super().__init__()
         root = captured.root
         # The containers are shared with the clone that the graphs run over, so .to(), .train() and load_state_dict reach it.
@@ -115,7 +125,7 @@ class TowerProgram(nn.Module):
         self.__dict__["_modules"] = root._modules
         self.__dict__["_non_persistent_buffers_set"] = root._non_persistent_buffers_set
         self.training = root.training
-        self._dmt = _Compilation(captured, analyses, plan, _stages_by_mode(captured, analyses, plan))
+        self._dmt = _Compilation(captured, analyses, plan, _stages_by_mode(captured, analyses, plan), sample)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.stages["towers"].graph_module(*args, **kwargs)
@@ -132,7 +142,7 @@ class TowerProgram(nn.Module):
         import copy
 
         root = copy.deepcopy(self._dmt.captured.root, memo)
-        return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analyses, self.plan)
+        return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analyses, self.plan, self._dmt.sample)
 
     @property
     def plan(self) -> TowerPlan:
@@ -157,6 +167,22 @@ class TowerProgram(nn.Module):
     def stages(self) -> Mapping[str, Stage]:
         """The graphs "flat", "towers", "classic", "sptt" and "lowered", in this order."""
         return self._dmt.stages[self.training]
+
+    @property
+    def interactions(self) -> tuple[Interaction, ...]:
+        """Where the model mixes its features, and how: see :class:`dmt_compile.interactions.Interaction`.
+
+        Found at the first use, by running the flat graph on three samples of the example inputs (or on made-up ones). Several
+        stand in the order of the graph, linear terms last. Nothing is raised: what cannot be run is one record of kind "unknown".
+        """
+        from .interactions import find_interactions
+
+        mode, found = self.training, self._dmt.interactions
+        if mode not in found:
+            analysis = self._dmt.analyses[mode]
+            flat = self._dmt.captured.graphs[mode]
+            found[mode] = find_interactions(flat, self._dmt.captured.root, analysis.lookups, self._dmt.sample, analysis.layout)
+        return found[mode]
 
     @property
     def leaves(self) -> Mapping[str, str]:

@@ -14,6 +14,7 @@ from ..exchange import Exchange, IdExchange
 from ..lookups import LookupOutput, LookupSet
 from ..runtime.pooled import ExchangeRows
 from .facts import EXCHANGE_NAMES, ids_facts, traffic_by_rank
+from .interactions import interaction_lines
 from .text import WIDTH, to_text
 from .words import counted, cut, listed, place, plain, ranks, short_places, size, size_span, span, span_of
 
@@ -54,6 +55,8 @@ def _parts(program: TowerProgram) -> Iterator[RenderableType]:
     yield from _balance(program)
     yield _title("Lookups found")
     yield from _lookups(program)
+    yield _title("Interactions found")
+    yield from (Text(line, no_wrap=True) for line in interaction_lines(program.interactions))
     if program.replicated:
         yield from _replicated(program)
     if program.leaves:
