@@ -5,6 +5,7 @@ Lookups are not run: random rows stand for what they return, so tables are not t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..adapters import torchrec as torchrec_adapter
 from ..graphs import INPUT, input_path, resolve_parameter
-from ..lookups import LookupOutput, LookupSet
+from ..lookups import IdSource, LookupOutput, LookupSet
 from .labels import DENSE, FIRST, Call, Labels, Rule, rule, tensors_in
 from .tape import Op, Source, Tape, Value
 
@@ -210,6 +211,7 @@ class Runner(fx.Interpreter):
         self.lookups = lookups
         self.given = given
         self.outputs = {output.node: output for output in lookups.outputs}
+        self.inner = {name for output in lookups.outputs for name in output.inner}
         self.labels: dict[tuple[str, int], int] = {}
         recorder.names = {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -226,7 +228,7 @@ class Runner(fx.Interpreter):
             if all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves):
                 self.recorder.tape.results = [self.recorder.numbered(tensor) for tensor in tensors_in(leaves)]
             return None
-        elif n.op == "placeholder":
+        elif n.op == "placeholder" or n.name in self.inner:
             return None
         else:
             value = super().run_node(n)
@@ -246,39 +248,60 @@ class Runner(fx.Interpreter):
         served = [self.lookups.lookup[name] for name in output.lookups]
         batch = self.recorder.tape.batch
         dtype = served[0].dtype
-        if output.shape is None:
+        if output.shape is None and output.like is None:
             values = torch.randn(batch, sum(lookup.dim for lookup in served), dtype=dtype)
             columns = [self._label(lookup.name, 0, 1, lookup.dim).expand(lookup.dim) for lookup in served]
             self._mark(values, torch.cat(columns).expand(values.shape))
             return torchrec_adapter.make_output(output.keys, [lookup.dim for lookup in served], values)
-        columns, ids = [], None
-        for lookup in served:
-            source = self.lookups.sources[lookup.source]
-            table = self.lookups.table[lookup.table]
-            count = source.count if lookup.pooling == "rows" else 1
-            held = [n for n in node.graph.nodes if n.name == source.node]
-            ids = self.env.get(held[0]) if held else None
-            split = count > 1 and self._are_fields(ids)
-            for row in range(count):
-                columns.append(self._label(lookup.name, row if split else 0, count if split else 1, table.dim).expand(table.dim))
-        grows = output.shape.index(-1)
-        per = 1
-        for place, size in enumerate(output.shape):
-            per *= size if place != grows else 1
-        shape = list(output.shape)
-        labels = torch.cat(columns)
-        shape[grows] = batch * labels.numel() // max(per, 1)
+        named = {n.name: n for n in node.graph.nodes}
+        source = self.lookups.sources[served[0].source]
+        ids = self.env.get(named[source.node]) if source.node in named else None
+        count = source.count if served[0].pooling == "rows" else 1
+        width = served[0].dim // count
+        split = count > 1 and len(served) == 1 and self._are_fields(ids)
+        by_feature = [
+            torch.stack(
+                [self._label(lookup.name, row if split else 0, count if split else 1, width).expand(width) for row in range(count)]
+            )
+            for lookup in served
+        ]
+        labels = torch.stack(by_feature, dim=1)  # By id, by feature, by column: as the ids' last dimension lists features.
+        if output.like is not None:
+            like = self.env[named[output.like]]
+            shape = [*like.shape, width]
+            laid = labels.reshape(-1, width)
+            laid = (laid if len(laid) > 1 else laid[0]).expand(shape)
+        else:
+            assert output.shape is not None
+            shape, laid = self._laid_out(output.shape, labels.flatten(), self._units(source, named))
         weight = resolve_parameter(self.module, self.lookups.table[served[0].table].parameter)
         device = getattr(weight[0], weight[1]).device
         values = torch.randn(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
-        rest = [size for place, size in enumerate(output.shape) if place != grows]
-        if labels.numel() == per:
-            laid = labels.reshape(rest).unsqueeze(grows).expand(shape)
-        else:
-            # Samples and their ids in one axis.
-            laid = labels.repeat(batch).reshape([shape[grows], *rest]).movedim(0, grows)
         self._mark(values, laid)
         return values
+
+    def _units(self, source: IdSource, named: Mapping[str, fx.Node]) -> int:
+        """How many rows of columns a lookup makes."""
+        if source.unit == "sample":
+            return self.recorder.tape.batch
+        if source.form == "offsets":
+            offsets: torch.Tensor = self.env[named[source.extra[0]]]
+            return offsets.numel() - source.include_last_offset
+        ids: torch.Tensor = self.env[named[source.node]]
+        return ids.shape[0]
+
+    @staticmethod
+    def _laid_out(output: Sequence[int], labels: torch.Tensor, units: int) -> tuple[list[int], torch.Tensor]:
+        """The shape of a lookup's value, and the labels of its elements."""
+        grows = output.index(-1)
+        rest = [size for place, size in enumerate(output) if place != grows]
+        per = math.prod(rest)
+        shape = list(output)
+        shape[grows] = units * labels.numel() // max(per, 1)
+        if labels.numel() == per:
+            return shape, labels.reshape(rest).unsqueeze(grows).expand(shape)
+        # Samples and their ids in one axis.
+        return shape, labels.repeat(units).reshape([shape[grows], *rest]).movedim(0, grows)
 
     def _label(self, name: str, row: int, count: int, width: int) -> torch.Tensor:
         if (name, row) not in self.labels:
