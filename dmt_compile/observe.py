@@ -82,6 +82,7 @@ def observe(
         raise CaptureError("example_inputs must hold at least one sample")
     # In evaluation mode, because layers such as BatchNorm refuse to train on one sample.
     clone = clone_sharing_tensors(root, copy_buffers=True).eval()
+    torchrec_adapter.accept_empty_batches(clone)
     module = graph_module_over(clone, flat.graph, extras_of(flat), "Recorder")
     plain_calls.copy_tables_that_reading_changes(module, calls)
     full = _run(module, names, args, kwargs)
