@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .errors import CaptureError
@@ -29,7 +30,8 @@ def clone_sharing_tensors(model: nn.Module, *, copy_buffers: bool = False) -> nn
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone() if copy_buffers else buffer
     try:
-        clone = copy.deepcopy(model, memo)
+        with _CopyValues():
+            clone = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise CaptureError(f"the modules of {type(model).__name__} cannot be copied around their parameters: {error}") from error
     # A scripted module copies its parameters whatever the memo says, and the copies would be trained instead.
@@ -50,7 +52,23 @@ def clone_with_parameters(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone()
-    return copy.deepcopy(model, memo)
+    with _CopyValues():
+        return copy.deepcopy(model, memo)
+
+
+class _CopyValues(TorchFunctionMode):
+    """Copies the values of tensors that torch refuses to copy, because they are part of an autograd graph.
+
+    A module keeps such tensors as attributes once it has run: an auxiliary loss, attention weights, the weight of weight_norm.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and args[0].grad_fn is not None:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
 
 
 def graph_module_over(root: nn.Module, graph: fx.Graph, extras: Mapping[str, nn.Module], name: str) -> fx.GraphModule:
