@@ -9,7 +9,6 @@ looking at their own mode.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import itertools
 import logging
@@ -25,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
 from torch.overrides import TorchFunctionMode
 
 from .adapters import torchrec as torchrec_adapter
+from .arguments import Arguments
 from .nested import Template, take_apart
 from .sources import quoted, user_frame
 
@@ -48,9 +48,7 @@ class Exported:
     """A model as torch.export sees it: a program from tensors to tensors, and the way from and to the user's values."""
 
     program: torch.export.ExportedProgram
-    signature: inspect.Signature
-    names: tuple[str, ...]
-    inputs: Template
+    arguments: Arguments
     shapes: tuple[tuple[int | None, ...], ...]
     returned: Template
     kept: dict[int, Kept]
@@ -86,14 +84,10 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
         ExportError: the exported program would not hold for every batch size.
         Exception: what torch.export raises for what it cannot take.
     """
-    signature = inspect.signature(model.forward)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    leaves, template = take_apart(list(bound.arguments.values()))
-    names = tuple(bound.arguments)
+    leaves, arguments = Arguments.of(model, args, kwargs)
     leaves = _at_least_two_samples(leaves)
     result: list[Template] = []
-    wrapper = _Flat(model, signature, names, template, result)
+    wrapper = _Flat(model, arguments, result)
     auto = torch.export.Dim.AUTO
     dims = tuple({0: auto} if isinstance(leaf, torch.Tensor) and leaf.dim() else None for leaf in leaves)
     kept: dict[int, Kept] = {}
@@ -101,8 +95,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
     try:
         with _quiet(), _sizes_stay_symbolic(model), _KeepFunctions(kept), _decisions() as decisions:
             program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=(dims,), strict=False)
-        shapes = _checked_shapes(program, names, template, decisions)
-        return Exported(program, signature, names, template, shapes, result[-1], kept)
+        shapes = _checked_shapes(program, arguments, decisions)
+        return Exported(program, arguments, shapes, result[-1], kept)
     finally:
         for key in kept:
             _KEPT.pop(key, None)
@@ -119,16 +113,14 @@ def _at_least_two_samples(leaves: list[Any]) -> list[Any]:
 class _Flat(nn.Module):
     """The model as a function of a flat list of tensors that returns one."""
 
-    def __init__(
-        self, model: nn.Module, signature: inspect.Signature, names: tuple[str, ...], template: Template, result: list[Template]
-    ) -> None:
+    def __init__(self, model: nn.Module, arguments: Arguments, result: list[Template]) -> None:
         super().__init__()
         self.model = model
-        self._call = (signature, names, template, result)
+        self._call = (arguments, result)
 
     def forward(self, *leaves: torch.Tensor) -> list[Any]:
-        signature, names, template, result = self._call
-        bound = inspect.BoundArguments(signature, dict(zip(names, template.build(leaves), strict=True)))
+        arguments, result = self._call
+        bound = arguments.bind(leaves)
         found, returned = take_apart(self.model(*bound.args, **bound.kwargs))
         result.append(returned)
         return found
@@ -273,7 +265,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _checked_shapes(
-    program: torch.export.ExportedProgram, names: tuple[str, ...], template: Template, decisions: Sequence[_Decision]
+    program: torch.export.ExportedProgram, arguments: Arguments, decisions: Sequence[_Decision]
 ) -> tuple[tuple[int | None, ...], ...]:
     """The sizes that the program holds for, None for any.
 
@@ -282,12 +274,12 @@ def _checked_shapes(
     """
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     shapes: list[tuple[int | None, ...]] = []
-    for name, path in zip(program.graph_signature.user_inputs, template.paths, strict=True):
+    for name, path in zip(program.graph_signature.user_inputs, arguments.template.paths, strict=True):
         value = values[str(name)]
         sizes = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
         shapes.append(tuple(int(size) if is_concrete_int(size) else None for size in sizes))
         if sizes and is_concrete_int(sizes[0]):
-            label = names[path[0].key] + "".join(map(str, path[1:]))
+            label = arguments.names[path[0].key] + "".join(map(str, path[1:]))
             # What it was before it became a constant.
             symbols = getattr(getattr(sizes[0], "node", None), "_expr", None)
             where = _line(getattr(symbols, "free_symbols", ()), decisions)

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +14,45 @@ from torch import fx, nn
 from torch.nn.utils import rnn
 
 from .adapters import torchrec as torchrec_adapter
+from .arguments import Arguments
 from .graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
 from .outside import Outside
 from .sources import reason, trace_of, user_frame
 
 
-def trace(
-    model: nn.Module, whole: Mapping[str, str], prepare: Callable[[nn.Module], None]
-) -> tuple[nn.Module, fx.Graph, dict[str, str]]:
-    """Trace a clone of a model that ``prepare`` has put in some mode: the clone, its graph, and what was kept whole and why.
+@dataclass
+class Traced:
+    """One graph, the clone that it was traced on, what it calls under ``dmt``, and what was kept whole and why."""
 
-    Submodules in ``whole`` are kept whole for the reason given there.
+    root: nn.Module
+    graph: fx.Graph
+    extras: dict[str, nn.Module]
+    leaves: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What forward's arguments are made of, and the number of dimensions of each of their tensors."""
+
+    arguments: Arguments
+    dims: tuple[int, ...]
+
+
+def structure_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure | None:
+    """The structure of example inputs; None if it tells tracing nothing that it could use."""
+    leaves, arguments = Arguments.of(model, args, kwargs, lambda x: isinstance(x, torch.Tensor) or torchrec_adapter.is_jagged(x))
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return None
+    return Structure(arguments, tuple(leaf.dim() for leaf in leaves))
+
+
+def trace(
+    model: nn.Module, whole: Mapping[str, str], prepare: Callable[[nn.Module], None], structure: Structure | None = None
+) -> Traced:
+    """Trace a clone of a model that ``prepare`` has put in some mode.
+
+    Submodules in ``whole`` are kept whole for the reason given there. With a ``structure``, forward is given lists, dicts and
+    plain values as they are in it, and only the tensors inside stand for any tensor; the graph takes no other structure.
 
     Raises:
         Exception: whatever tracing the model's own forward, or a submodule with a lookup collection, has raised.
@@ -36,7 +65,7 @@ def trace(
         modes = {module: module.training for module in root.modules()}
         prepare(root)
         outside = Outside(root)
-        tracer = _Tracer(proxy_buffers, whole, outside)
+        tracer = _Tracer(proxy_buffers, whole, outside, structure)
         try:
             with _without_tracing_advice(), outside:
                 graph = tracer.trace(root)
@@ -50,7 +79,7 @@ def trace(
             module.training = mode
         for path, module in model.named_modules(remove_duplicate=False):
             root.get_submodule(path)._buffers.update(module._buffers)
-        return root, graph, tracer.leaves
+        return Traced(root, graph, tracer.extras, tracer.leaves)
     assert failure is not None
     raise failure
 
@@ -75,13 +104,22 @@ def _autocast() -> list[tuple[bool, torch.dtype]]:
 _OPAQUE = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.pack_sequence, rnn.pad_sequence)
 
 
+# They make a tensor of the sizes that they are given, and torch.fx does not see calls of them.
+_FACTORIES = (
+    *(torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.linspace),
+    *(torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.randint, torch.randperm),
+)
+
+
 class _Tracer(fx.Tracer):
     """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
 
-    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str], outside: Outside) -> None:
-        super().__init__(autowrap_functions=_OPAQUE, param_shapes_constant=True)
+    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str], outside: Outside, structure: Structure | None) -> None:
+        super().__init__(autowrap_functions=(*_OPAQUE, *_FACTORIES), param_shapes_constant=True)
         # Wherever they are looked up: by name, or through their module.
-        self._autowrap_search.append(rnn)
+        self._autowrap_search += [rnn, torch]
+        self.structure = structure
+        self.extras: dict[str, nn.Module] = {}
         self.proxy_buffer_attributes = proxy_buffers
         self.whole = whole
         self.leaves: dict[str, str] = {}
@@ -102,7 +140,24 @@ class _Tracer(fx.Tracer):
         whole = torchrec_adapter.is_collection(m) or torchrec_adapter.must_stay_whole(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
 
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        if self.structure is None:
+            made: tuple[Callable[..., Any], list[Any]] = super().create_args_for_root(root_fn, is_module, concrete_args)
+            return made
+        shapes = [(None,) * dims for dims in self.structure.dims]
+        nodes, self.extras["inputs"] = self.structure.arguments.write(self.graph, shapes)
+        bound = self.structure.arguments.bind([fx.Proxy(node, self) for node in nodes])
+        return lambda: root_fn(self.root, *bound.args, **bound.kwargs), []
+
     def create_arg(self, a: Any) -> Any:
+        # torch does without numpy, and so does this package.
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(a, numpy.generic):
+            a = a.item()
+        elif numpy is not None and isinstance(a, numpy.ndarray) and a.dtype.kind in "biuf":
+            a = torch.from_numpy(a.copy())
         origin = self._outside.origin(a)
         if origin is not None:
             raise TypeError(f"forward computes a tensor from {origin} outside the graph, which would keep it as it is now")
