@@ -182,7 +182,11 @@ class _Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = self.path_of_module(m)
+        try:
+            path = self.path_of_module(m)
+        except NameError:
+            # Made in forward, as a function might be: there is no module that the graph could call.
+            return forward(*args, **kwargs)
         if path in self.whole:
             self.leaves[path] = self.whole[path]
             return self.create_proxy("call_module", path, args, kwargs)
@@ -194,8 +198,13 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
             self._undo(mark, stack)
+            try:
+                whole = self.create_proxy("call_module", path, args, kwargs)
+            except Exception:
+                # It is given what no graph can hold.
+                raise error from None
             self.leaves[path] = reason(error)
-            return self.create_proxy("call_module", path, args, kwargs)
+            return whole
 
     def _undo(self, mark: fx.Node | None, stack: dict[str, Any]) -> None:
         """Take back what tracing a submodule left behind before it failed."""
