@@ -111,6 +111,27 @@ _FACTORIES = (
 )
 
 
+# They make a tensor from an array, and warn when they are given a tensor instead.
+_COPIERS = ("new_tensor", torch.tensor)
+
+
+def _without_numpy(value: Any) -> Any:
+    """numpy's numbers and arrays as torch's; a graph cannot hold them. torch does without numpy, and so does this package."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        return torch.from_numpy(value.copy())
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    """A small array of int64 as a list, which torch makes the same tensor from."""
+    converted = _without_numpy(value)
+    small = isinstance(converted, torch.Tensor) and converted.dtype == torch.int64 and converted.numel() <= 4096
+    return converted.tolist() if small and converted is not value else value
+
+
 class _Tracer(fx.Tracer):
     """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
 
@@ -152,12 +173,7 @@ class _Tracer(fx.Tracer):
         return lambda: root_fn(self.root, *bound.args, **bound.kwargs), []
 
     def create_arg(self, a: Any) -> Any:
-        # torch does without numpy, and so does this package.
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(a, numpy.generic):
-            a = a.item()
-        elif numpy is not None and isinstance(a, numpy.ndarray) and a.dtype.kind in "biuf":
-            a = torch.from_numpy(a.copy())
+        a = _without_numpy(a)
         origin = self._outside.origin(a)
         if origin is not None:
             raise TypeError(f"forward computes a tensor from {origin} outside the graph, which would keep it as it is now")
@@ -166,6 +182,8 @@ class _Tracer(fx.Tracer):
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         if _autocast() != self._autocast:
             raise TypeError("forward enters torch.autocast, which the graph would lose: put autocast around the call of the model")
+        if args[1] in _COPIERS:
+            args = (*args[:2], tuple(map(_as_list, args[2])), *args[3:])
         proxy = super().create_proxy(*args, **kwargs)
         if self._grad and not torch.is_grad_enabled() and proxy.node.op not in ("placeholder", "get_attr", "output"):
             proxy.node.meta[NO_GRAD] = True

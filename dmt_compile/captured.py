@@ -13,9 +13,10 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from .adapters import plain
-from .errors import source_location
-from .graphs import clone_sharing_tensors, extras_of, graph_module_over
+from .errors import DmtError, source_location
+from .graphs import clone_sharing_tensors, deepcopy_values, extras_of, graph_module_over, keys_read
 from .nested import first_difference, take_apart
+from .verify.deal import Layout, batch_size, deal_sizes
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 LOOKUPS = (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding)
@@ -42,27 +43,65 @@ class Captured:
 def disagrees(captured: Captured, inputs: Inputs) -> str | None:
     """How the graph differs from the model itself on ``inputs``, in words; None if it does not, or the model does not run.
 
-    Tracing gives forward something that is no tensor, and forward may ask what it is given. Compared in evaluation mode, in
-    which layers draw no random numbers.
+    Forward may ask what it is given, may remember something from call to call, and may take another way for a single sample or
+    for none, all of which capture does not see. Compared in evaluation mode, in which layers draw no random numbers.
     """
-    expected = _run(_own_copy(captured.root), inputs)
-    if isinstance(expected, Exception):
-        return None
-    graph = captured.graphs[False]
-    found = _run(graph_module_over(_own_copy(captured.root), graph.graph, extras_of(graph), "Tried"), inputs)
-    if isinstance(found, Exception):
-        return f"on example_inputs the graph raises {type(found).__name__}: {str(found).strip().partition(chr(10))[0]}"
-    (mine, built), (theirs, as_built) = take_apart(found), take_apart(expected)
-    where = next((source_location(node) for node in reversed(graph.graph.nodes) if source_location(node)), None)
-    at = f"{where}: " if where else ""
-    difference = first_difference(built.value, as_built.value, "the result")
+    difference = _difference(captured, inputs)
     if difference is not None:
-        return f"{at}on example_inputs the graph returns something else than forward: {difference}"
-    for a, b, path in zip(mine, theirs, as_built.paths, strict=True):
-        if not _close(a, b):
-            place = "".join(map(str, path))
-            return f"{at}on example_inputs the graph computes other values than forward for its result{place}"
+        return difference
+    for samples in (1, 0):
+        few = _first(captured, inputs, samples)
+        difference = _difference(captured, few) if few is not None else None
+        if difference is not None:
+            return f"{difference}\n  {_FEW.format('one sample' if samples else 'no samples')}"
     return None
+
+
+_UNSEEN = (
+    "A graph does not see Python's or numpy's random numbers, what forward remembers in attributes from call to call, and tests "
+    "of a tensor's type: give such values to forward, or keep them in buffers."
+)
+_FEW = (
+    "This is for a batch of {}, for which forward takes another way than for more (squeeze() without a dimension, a branch on "
+    "the size): let it take the same way for any number of samples."
+)
+
+
+def _difference(captured: Captured, inputs: Inputs) -> str | None:
+    graph = captured.graphs[False]
+    model, clone = _own_copy(captured.root), _own_copy(captured.root)
+    tried = graph_module_over(clone, graph.graph, extras_of(graph), "Tried")
+    where = next(filter(None, map(source_location, reversed(graph.graph.nodes))), None)
+    at = f"{where}: " if where else ""
+    for times in ("", " the second time"):
+        expected, found = _run(model, inputs), _run(tried, inputs)
+        if isinstance(expected, _Changed):
+            return f"{at}forward changes its inputs in place: let it work on copies of them"
+        if isinstance(expected, Exception):
+            return None
+        if isinstance(found, Exception):
+            return f"{at}the graph raises {type(found).__name__}: {str(found).strip().partition(chr(10))[0]}"
+        (mine, built), (theirs, as_built) = take_apart(found), take_apart(expected)
+        difference = first_difference(built.value, as_built.value, "the result")
+        if difference is not None:
+            return f"{at}the graph returns something else than forward{times}: {difference}"
+        for a, b, path in zip(mine, theirs, as_built.paths, strict=True):
+            if not _close(a, b):
+                place = "".join(map(str, path))
+                return f"{at}the graph computes other values than forward for its result{place}{times}\n  {_UNSEEN}"
+    return None
+
+
+def _first(captured: Captured, inputs: Inputs, samples: int) -> Inputs | None:
+    """The first samples of a batch; None if it cannot be divided, which is said where that is needed."""
+    graph = captured.graphs[False]
+    names = tuple(str(node.target) for node in graph.graph.nodes if node.op == "placeholder")
+    layout = Layout(names, plain.ragged_inputs(graph), keys_read(graph.graph))
+    try:
+        batch = batch_size(*inputs, layout)
+        return deal_sizes(*inputs, [samples, batch - samples], layout)[0] if batch > samples else None
+    except DmtError:
+        return None
 
 
 def _close(a: Any, b: Any) -> bool:
@@ -85,13 +124,21 @@ def _own_copy(root: nn.Module) -> nn.Module:
     return clone
 
 
+class _Changed(Exception):
+    """Forward has written to its inputs."""
+
+
 def _run(module: nn.Module, inputs: Inputs) -> Any:
+    """The result, or the error that was raised."""
     with _aside():
         try:
-            args, kwargs = inputs
-            return module(*args, **kwargs)
+            args, kwargs = deepcopy_values(inputs)
+            given = take_apart([args, kwargs])[0]
+            versions = [value._version for value in given]
+            result = module(*args, **kwargs)
         except Exception as error:
             return error
+        return result if [value._version for value in given] == versions else _Changed()
 
 
 @contextlib.contextmanager

@@ -30,8 +30,7 @@ def clone_sharing_tensors(model: nn.Module, *, copy_buffers: bool = False) -> nn
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone() if copy_buffers else buffer
     try:
-        with _CopyValues():
-            clone = copy.deepcopy(model, memo)
+        clone: nn.Module = deepcopy_values(model, memo)
     except (TypeError, RuntimeError) as error:
         raise CaptureError(f"the modules of {type(model).__name__} cannot be copied around their parameters: {error}") from error
     # A scripted module copies its parameters whatever the memo says, and the copies would be trained instead.
@@ -52,8 +51,14 @@ def clone_with_parameters(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone()
+    copied: nn.Module = deepcopy_values(model, memo)
+    return copied
+
+
+def deepcopy_values(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """``copy.deepcopy``, but tensors that are part of an autograd graph are copied too, without it."""
     with _CopyValues():
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(value, memo)
 
 
 class _CopyValues(TorchFunctionMode):

@@ -12,7 +12,7 @@ from torch import fx, nn
 from .analysis import Analysis, ExampleInputs, analyse, split_inputs
 from .capture import Captured, capture
 from .errors import PlanError
-from .graphs import clone_sharing_tensors, copy_graph, extras_of, graph_module_over
+from .graphs import clone_sharing_tensors, copy_graph, deepcopy_values, extras_of, graph_module_over
 from .lookups import LookupSet
 from .partition import make_plan
 from .plan import TowerPlan
@@ -128,9 +128,7 @@ class TowerProgram(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerProgram:
-        import copy
-
-        root = copy.deepcopy(self._dmt.captured.root, memo)
+        root = deepcopy_values(self._dmt.captured.root, memo)
         return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analyses, self.plan)
 
     @property
