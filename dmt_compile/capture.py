@@ -156,16 +156,21 @@ def _set(root: nn.Module, training: bool) -> None:
 def _export(model: nn.Module, prepare: Callable[[nn.Module], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     from . import capture_export, exported
 
-    # The clone that is exported is changed and thrown away.
-    root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
-    prepare(thrown_away)
-    try:
-        graph, extras = exported.to_graph(capture_export.export(thrown_away, args, kwargs), root)
-    except Exception as error:
-        why = str(error) if isinstance(error, capture_export.ExportError) else reason(error)
-        text = f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}"
-        raise CaptureError(text) from error
-    return Traced(root, graph, extras, {})
+    failure: Exception | None = None
+    for every_size in (False, True):
+        # The clone that is exported is changed and thrown away.
+        root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
+        prepare(thrown_away)
+        try:
+            program = capture_export.export(thrown_away, args, kwargs, every_size=every_size)
+            graph, extras = exported.to_graph(program, root)
+            return Traced(root, graph, extras, {})
+        except Exception as error:
+            failure = failure or error
+            if not isinstance(error, capture_export.ExportError):
+                break
+    why = str(failure) if isinstance(failure, capture_export.ExportError) else reason(failure)  # type: ignore[arg-type]
+    raise CaptureError(f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}") from failure
 
 
 def _adopt_constants(root: nn.Module, traced: Traced) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols, is_concrete_int
 from torch.overrides import TorchFunctionMode
 
 from .adapters import torchrec as torchrec_adapter
@@ -77,8 +77,11 @@ KEEP = torch.ops.dmt_compile.keep.default
 fx.node.has_side_effect(KEEP)
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_size: bool = False) -> Exported:
     """Export ``model``, which is a clone that may be changed, in the mode that it is in.
+
+    Only the first size of every tensor may be another one later than in the example; with ``every_size``, any that the model
+    does not depend on, as for offsets of several features in one tensor, (F, B).
 
     Raises:
         ExportError: the exported program would not hold for every batch size.
@@ -89,7 +92,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
     result: list[Template] = []
     wrapper = _Flat(model, arguments, result)
     auto = torch.export.Dim.AUTO
-    dims = tuple({0: auto} if isinstance(leaf, torch.Tensor) and leaf.dim() else None for leaf in leaves)
+    free = [range(leaf.dim() if every_size else min(leaf.dim(), 1)) if isinstance(leaf, torch.Tensor) else () for leaf in leaves]
+    dims = tuple(dict.fromkeys(sizes, auto) or None for sizes in free)
     kept: dict[int, Kept] = {}
     _keep_modules(model, kept)
     try:
@@ -273,20 +277,22 @@ def _checked_shapes(
         ExportError: it holds for some batch sizes only.
     """
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    shapes: list[tuple[int | None, ...]] = []
-    for name, path in zip(program.graph_signature.user_inputs, arguments.template.paths, strict=True):
-        value = values[str(name)]
-        sizes = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-        shapes.append(tuple(int(size) if is_concrete_int(size) else None for size in sizes))
-        if sizes and is_concrete_int(sizes[0]):
+    found = [values[str(name)] for name in program.graph_signature.user_inputs]
+    sizes_of = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in found]
+    shapes = tuple(tuple(int(size) if is_concrete_int(size) else None for size in sizes) for sizes in sizes_of)
+    for shape, sizes, path in zip(shapes, sizes_of, arguments.template.paths, strict=True):
+        if shape and shape[0] is not None and not any(size is None for size in shape):
             label = arguments.names[path[0].key] + "".join(map(str, path[1:]))
             # What it was before it became a constant.
             symbols = getattr(getattr(sizes[0], "node", None), "_expr", None)
             where = _line(getattr(symbols, "free_symbols", ()), decisions)
             raise ExportError(f"{where}takes the batch size of '{label}' for the constant {int(sizes[0])}")
+    # A size that stands beside others that may change need not be the batch's.
+    alone = [sizes[0] for shape, sizes in zip(shapes, sizes_of, strict=True) if shape[:1] == (None,) and shape.count(None) == 1]
+    others = free_symbols(sizes_of) - free_symbols(alone)
     for symbol, allowed in program.range_constraints.items():
-        if symbol.is_Symbol and not (allowed.lower <= 2 and allowed.upper > 2**31):
+        if symbol.is_Symbol and symbol not in others and not (allowed.lower <= 2 and allowed.upper > 2**31):
             upper = f" to {allowed.upper}" if allowed.upper < 2**31 else " or more"
             where = _line({symbol}, decisions)
             raise ExportError(f"{where}takes another way for batches that are not of {allowed.lower}{upper} samples")
-    return tuple(shapes)
+    return shapes

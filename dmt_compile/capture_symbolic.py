@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.utils import rnn
+from torch.utils._pytree import tree_leaves
 
 from .adapters import torchrec as torchrec_adapter
 from .arguments import Arguments
@@ -63,6 +64,7 @@ def trace(
         root = clone_sharing_tensors(model, copy_buffers=not proxy_buffers)
         versions = {name: buffer._version for name, buffer in root.named_buffers()}
         modes = {module: module.training for module in root.modules()}
+        before = {module: dict(module.__dict__) for module in root.modules()}
         prepare(root)
         outside = Outside(root)
         tracer = _Tracer(proxy_buffers, whole, outside, structure)
@@ -77,11 +79,22 @@ def trace(
             continue
         for module, mode in modes.items():
             module.training = mode
+            _forget_proxies(module.__dict__, before[module])
         for path, module in model.named_modules(remove_duplicate=False):
             root.get_submodule(path)._buffers.update(module._buffers)
         return Traced(root, graph, tracer.extras, tracer.leaves)
     assert failure is not None
     raise failure
+
+
+def _forget_proxies(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Undo what forward has noted on a module while it was traced: what stands for a tensor is of no use to anybody later."""
+    for name, value in list(attributes.items()):
+        if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(value)):
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]
 
 
 @contextmanager
