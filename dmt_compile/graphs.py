@@ -191,7 +191,11 @@ def input_path(node: fx.Node) -> tuple[object, ...] | None:
     if isinstance(inner, fx.Node) and node.op == "call_function" and node.target in (getattr, operator.getitem):
         outer, step = input_path(inner), node.args[1]
         return (*outer, step) if outer is not None and isinstance(step, str | int) else None
-    if isinstance(inner, fx.Node) and node.op == "call_method" and node.target in _CASTS:
+    if isinstance(inner, fx.Node) and node.target is torch.ops.aten.select.int and node.args[1] == 0:
+        # x[i], as torch.export writes it.
+        outer, step = input_path(inner), node.args[2]
+        return (*outer, step) if outer is not None and isinstance(step, int) else None
+    if isinstance(inner, fx.Node) and ((node.op == "call_method" and node.target in _CASTS) or node.target in _ATEN_CASTS):
         return input_path(inner)
     return None
 

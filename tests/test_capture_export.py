@@ -22,7 +22,7 @@ from dmt_compile.errors import source_location
 EXAMPLE = 12
 # More ranks than samples: some ranks get none. Some of the models cannot take an empty batch, compiled or not.
 WIDE, NARROW = Topology(2, 3), Topology(2, 1)
-NO_EMPTY = ("DeepFm", "Compressed", "Counting")
+NO_EMPTY = ("DeepFm", "Compressed", "Counting", "Stacked")
 NORMS = ("Cross", "Modes")
 
 

@@ -92,19 +92,20 @@ def test_arguments_with_stars() -> None:
             found = [table(ids) for table, ids in zip((self.user, self.item), columns, strict=True)]
             return sum((value for value in more.values()), start=self.out(torch.cat(found, 1)))  # type: ignore[call-overload, no-any-return]
 
-    model = Stars()
-    proved(model, lambda batch, seed=0: tuple(matrix(batch, seed)[0].unbind(1)))
-    ids = matrix(9)[0]
-    given = {"a": torch.rand(9, 1), "b": torch.rand(9, 1)}
+    def given(batch: int, seed: int = 0) -> Inputs:
+        return tuple(matrix(batch, seed)[0].unbind(1))
 
-    class Fixed(Two):
+    program = proved(Stars(), given)
+    with pytest.raises(InputError, match="columns"):
+        program(*given(5), torch.zeros(5))
+
+    class Named(Two):
         def forward(self, **columns: torch.Tensor) -> torch.Tensor:
             return self.out(torch.cat([getattr(self, key)(value) for key, value in columns.items()], 1))
 
-    fixed = Fixed()
-    program = towerize(fixed, TOPOLOGY, example_inputs={"user": ids[:, 0], "item": ids[:, 1]})
+    ids = matrix(9)[0]
+    program = towerize(Named(), TOPOLOGY, example_inputs={"user": ids[:, 0], "item": ids[:, 1]})
     assert program.verify(user=ids[:5, 0], item=ids[:5, 1]).passed
-    assert given.keys() == {"a", "b"}
 
 
 # What forward makes on its way
@@ -155,6 +156,43 @@ def test_module_that_has_run() -> None:
     program = proved(model)
     assert copy.deepcopy(program).verify(*matrix(8)).passed
     assert held.grad_fn is not None
+
+
+class Notes(nn.Module):
+    """Notes what it is given, and another part, which cannot be traced, asks what was noted."""
+
+    length: Any = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.length = rows.shape[1]
+        return rows * 2
+
+
+class AsksNotes(nn.Module):
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        width = self.notes(rows).shape[1]
+        return rows + 1 if self.notes.length == width and rows.sum() < 1e9 else rows
+
+
+def test_what_tracing_leaves_on_modules_is_forgotten() -> None:
+    class Noting(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes = Notes()
+            self.asks = AsksNotes(self.notes)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.notes(self.rows(x))
+            self.shown = {"rows": [rows]}
+            return self.out(self.asks(rows))
+
+    program = proved(Noting())
+    assert list(program.leaves) == ["asks"]
+    assert "shown" not in program._dmt.captured.root.__dict__
 
 
 # A graph that does something else than the model is not taken
