@@ -68,10 +68,8 @@ _FEW = (
 
 
 def _difference(captured: Captured, inputs: Inputs) -> str | None:
-    graph = captured.graphs[False]
-    model, clone = _own_copy(captured.root), _own_copy(captured.root)
-    tried = graph_module_over(clone, graph.graph, extras_of(graph), "Tried")
-    where = next(filter(None, map(source_location, reversed(graph.graph.nodes))), None)
+    model, tried = _copies(captured)
+    where = next(filter(None, map(source_location, reversed(tried.graph.nodes))), None)
     at = f"{where}: " if where else ""
     for times in ("", " the second time"):
         expected, found = _run(model, inputs), _run(tried, inputs)
@@ -115,13 +113,20 @@ def _close(a: Any, b: Any) -> bool:
     return torch.equal(a, b)
 
 
-def _own_copy(root: nn.Module) -> nn.Module:
-    clone = clone_sharing_tensors(root, copy_buffers=True).eval()
-    for module in clone.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            # Reading would scale rows of the table down.
-            module.max_norm = None
-    return clone
+def _copies(captured: Captured) -> tuple[nn.Module, fx.GraphModule]:
+    """The model and its graph in evaluation mode, with buffers of their own, and with own tables where reading changes them."""
+    graph = captured.graphs[False]
+    model, clone = (clone_sharing_tensors(captured.root, copy_buffers=True).eval() for _ in range(2))
+    tried = graph_module_over(clone, graph.graph, extras_of(graph), "Tried")
+    plain.copy_tables_that_reading_changes(tried)
+    theirs = dict(tried.named_parameters(remove_duplicate=False))
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, value in module._parameters.items():
+            if value is not None and theirs[f"{path}.{name}".removeprefix(".")] is not value:
+                own = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+                module._parameters[name] = made.setdefault(id(value), own)
+    return model, tried
 
 
 class _Changed(Exception):
@@ -159,7 +164,7 @@ def hides_a_lookup(captured: Captured, inputs: Inputs | None) -> bool:
         return False
     # Functional lookups are found by running them.
     with _Watch() as watch:
-        _run(_own_copy(captured.root), inputs)
+        _run(clone_sharing_tensors(captured.root, copy_buffers=True).eval(), inputs)
     return bool(inside & watch.tables)
 
 
@@ -173,4 +178,6 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in LOOKUPS:
             self.tables.update(id(value) for value in (*args, *(kwargs or {}).values()) if isinstance(value, nn.Parameter))
+            # Reading would scale rows of the user's table down.
+            kwargs = {name: value for name, value in (kwargs or {}).items() if name != "max_norm"}
         return func(*args, **(kwargs or {}))
