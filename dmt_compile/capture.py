@@ -61,6 +61,10 @@ def capture(model: nn.Module, inputs: Inputs | None = None) -> Captured:
     except CaptureError as error:
         if hiding is None:
             raise CaptureError(f"{symbolic}\n{error}") from error
+        if not plain.id_nodes(hiding.flat) and not torchrec_adapter.find_collections(hiding.flat).lookups:
+            whole = "\n".join(f"  {path}: {why}" for path, why in hiding.leaves.items())
+            text = "could not be traced to its embedding lookups: they are in submodules that cannot be traced."
+            raise CaptureError(f"{type(model).__name__} {text}\n{whole}\n{error}") from error
     return hiding
 
 

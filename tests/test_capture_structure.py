@@ -257,3 +257,22 @@ def test_example_inputs_are_not_written_to() -> None:
     with pytest.raises(CaptureError):
         towerize(Writes(), TOPOLOGY, example_inputs=(ids,))
     assert bool((ids == 9).all())
+
+
+def test_every_lookup_is_in_a_submodule_that_cannot_be_traced() -> None:
+    class Inner(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.rows(x)
+            return self.out(rows if rows.sum() > 0 else -rows)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * 2
+
+    with pytest.raises(CaptureError, match="in submodules that cannot be traced") as caught:
+        towerize(Outer(), TOPOLOGY, example_inputs=matrix(10))
+    assert f"inner: {__file__}:{line_of(Inner.forward, 'rows.sum()')}: " in str(caught.value)
