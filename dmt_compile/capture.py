@@ -6,160 +6,103 @@ and no tracing side effect, reaches the user's objects.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from . import capture_symbolic
 from .adapters import plain_calls
 from .adapters import torchrec as torchrec_adapter
+from .capture_symbolic import Traced
+from .captured import LOOKUPS, Captured, Inputs, disagrees, hides_a_lookup
 from .errors import CaptureError, source_location
 from .graphs import EXTRAS, clone_sharing_tensors, graph_module_over
 from .sources import reason
 
-_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-_LOOKUPS = (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding)
+__all__ = ["Captured", "capture"]
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A captured model: a graph for each mode over one clone of its modules, and the submodules kept whole with the reason why.
-
-    ``graphs`` has the keys True (training) and False; most models have one graph, which is under both.
-    """
-
-    graphs: Mapping[bool, fx.GraphModule]
-    root: nn.Module
-    leaves: dict[str, str] = field(default_factory=dict)
-    front_end: str = "torch.fx"
-
-    @property
-    def flat(self) -> fx.GraphModule:
-        """The graph for the mode that the clone is in."""
-        return self.graphs[self.root.training]
-
-
-@dataclass
-class _Traced:
-    """One graph, the clone that it was traced on, what it calls under ``dmt``, and what was kept whole."""
-
-    root: nn.Module
-    graph: fx.Graph
-    extras: dict[str, nn.Module]
-    leaves: dict[str, str]
-
-
-def capture(model: nn.Module, inputs: _Inputs | None = None) -> Captured:
+def capture(model: nn.Module, inputs: Inputs | None = None) -> Captured:
     """Trace ``model`` symbolically, or export it with ``inputs`` (args, kwargs) if that fails. The model is left as it is.
 
-    Submodules that cannot be traced, or read ``self.training``, and hold no embedding lookup are kept whole and reported in
-    ``leaves``. If code on the way to a lookup reads ``self.training``, there is a graph for each mode.
+    Tracing is tried first for any inputs, then for inputs of the structure of ``inputs``. Submodules that cannot be traced, or
+    read ``self.training``, and hold no embedding lookup are kept whole and reported in ``leaves``. If code on the way to a lookup
+    reads ``self.training``, there is a graph for each mode. No graph is taken that differs from the model on ``inputs``.
 
     Raises:
-        CaptureError: the model is not a module, is already sharded or wrapped, or neither front end can take it; the message
-            shows the user's line.
+        CaptureError: the model is not a module, is already sharded or wrapped, or no front end can take it; the message shows
+            the user's line.
     """
     _check_model(model)
-    captured: Captured | None = None
-    failure: CaptureError | None = None
-    try:
-        captured = _capture_symbolically(model)
-        if _takes_what_is_given(captured, inputs) and not _hides_a_lookup(captured, inputs):
-            return captured
-    except CaptureError as error:
-        failure = error
-    if inputs is not None:
+    hiding: Captured | None = None
+    symbolic: CaptureError | None = None
+    for structure in (None, _structure(model, inputs)) if inputs is not None else (None,):
+        if inputs is not None and structure is None and symbolic is not None:
+            break
         try:
-            return _capture_by_export(model, *inputs)
+            captured = _capture_symbolically(model, structure)
+            if inputs is None:
+                return captured
+            _refuse_other_results(captured, inputs)
+            if not hides_a_lookup(captured, inputs):
+                return captured
+            hiding = hiding or captured
         except CaptureError as error:
-            if failure is not None:
-                raise CaptureError(f"{failure}\n{error}") from error
-    elif failure is not None:
-        raise CaptureError(f"{failure}\nWith example_inputs=(...) torch.export is tried as well, which takes more.") from failure
-    assert captured is not None
-    return captured
-
-
-def _takes_what_is_given(captured: Captured, inputs: _Inputs | None) -> bool:
-    """Whether the graph holds for the arguments that are None: tracing takes every argument for a tensor."""
+            symbolic = error
     if inputs is None:
-        return True
-    args, kwargs = inputs
-    signature = inspect.signature(captured.root.forward)
+        raise CaptureError(f"{symbolic}\nWith example_inputs=(...) torch.export is tried as well, which takes more.") from symbolic
     try:
-        bound = signature.bind(*args, **kwargs)
+        captured = _capture_by_export(model, *inputs)
+        _refuse_other_results(captured, inputs)
+        return captured
+    except CaptureError as error:
+        if hiding is None:
+            raise CaptureError(f"{symbolic}\n{error}") from error
+        if not plain_calls.find_calls(hiding.flat) and not torchrec_adapter.find_collections(hiding.flat).lookups:
+            whole = "\n".join(f"  {path}: {why}" for path, why in hiding.leaves.items())
+            text = "could not be traced to its embedding lookups: they are in submodules that cannot be traced."
+            raise CaptureError(f"{type(model).__name__} {text}\n{whole}\n{error}") from error
+    return hiding
+
+
+def _structure(model: nn.Module, inputs: Inputs) -> capture_symbolic.Structure | None:
+    try:
+        return capture_symbolic.structure_of(model, *inputs)
     except TypeError:
-        return True
-    bound.apply_defaults()
-    if all(value is not None for value in bound.arguments.values()):
-        return True
-    clone = clone_sharing_tensors(captured.root, copy_buffers=True).eval()
-    # A failing GraphModule prints its code.
-    quiet = contextlib.redirect_stderr(io.StringIO())
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet, contextlib.suppress(Exception):
-        graph_module_over(clone, captured.graphs[False].graph, {}, "Tried")(*args, **kwargs)
-        return True
-    return False
+        # They do not fit forward, which is said where they are used.
+        return None
 
 
-def _hides_a_lookup(captured: Captured, inputs: _Inputs | None) -> bool:
-    """Whether a plain lookup stands in a submodule that was kept whole."""
-    leaves = [captured.root.get_submodule(path) for path in captured.leaves]
-    if any(plain_calls.holds_lookup(leaf) for leaf in leaves):
-        return True
-    inside = {id(parameter) for leaf in leaves for parameter in leaf.parameters()}
-    if not inside or inputs is None:
-        return False
-    # Functional lookups are found by running them.
-    return bool(inside & _tables_read(clone_sharing_tensors(captured.root, copy_buffers=True).eval(), *inputs))
+def _refuse_other_results(captured: Captured, inputs: Inputs) -> None:
+    difference = disagrees(captured, inputs)
+    if difference is not None:
+        raise CaptureError(
+            f"{type(captured.root).__name__} was captured by {captured.front_end}, but not as it is.\n  {difference}"
+        )
 
 
-class _Watch(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: set[int] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LOOKUPS:
-            self.tables.update(id(value) for value in (*args, *(kwargs or {}).values()) if isinstance(value, nn.Parameter))
-        return func(*args, **(kwargs or {}))
-
-
-def _tables_read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """The ids (of Python) of the parameters that ``model`` looks ids up in; none if it does not run."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Watch() as watch, contextlib.suppress(Exception):
-        model(*args, **kwargs)
-    found: set[int] = watch.tables
-    return found
-
-
-def _capture_symbolically(model: nn.Module) -> Captured:
+def _capture_symbolically(model: nn.Module, structure: capture_symbolic.Structure | None) -> Captured:
     whole: dict[str, str] = {}
     while True:
-        mine = _trace(model, whole, _as_it_is)
+        mine = _trace(model, whole, _as_it_is, structure)
         # A graph would keep for ever the way that forward takes in the mode in which it is traced.
-        other = _trace(model, whole, _flipped)
+        other = _trace(model, whole, _flipped, structure)
         _adopt_constants(mine.root, other)
         node = _first_difference(mine.graph, other.graph)
         if node is None:
             return _captured(model, mine, {True: mine, False: mine}, "torch.fx")
         path = _innermost_without_lookup(node, mine, whole)
         if path is None:
-            return _by_mode(model, mine, other, lambda prepare: _trace(model, whole, prepare), "torch.fx")
+            return _by_mode(model, mine, other, lambda prepare: _trace(model, whole, prepare, structure), "torch.fx")
         where = source_location(node) or type(model).__name__
         whole[path] = f"{where}: takes another way in training than in evaluation"
 
 
 def _capture_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    def trace(prepare: Callable[[nn.Module], None]) -> _Traced:
+    def trace(prepare: Callable[[nn.Module], None]) -> Traced:
         return _export(model, prepare, args, kwargs)
 
     mine, other = trace(_as_it_is), trace(_flipped)
@@ -169,7 +112,7 @@ def _capture_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return _by_mode(model, mine, other, trace, "torch.export")
 
 
-def _captured(model: nn.Module, main: _Traced, graphs: Mapping[bool, _Traced], front_end: str) -> Captured:
+def _captured(model: nn.Module, main: Traced, graphs: Mapping[bool, Traced], front_end: str) -> Captured:
     made: dict[int, fx.GraphModule] = {}
     for traced in graphs.values():
         if id(traced) not in made:
@@ -179,7 +122,7 @@ def _captured(model: nn.Module, main: _Traced, graphs: Mapping[bool, _Traced], f
 
 
 def _by_mode(
-    model: nn.Module, mine: _Traced, other: _Traced, trace: Callable[[Callable[[nn.Module], None]], _Traced], front_end: str
+    model: nn.Module, mine: Traced, other: Traced, trace: Callable[[Callable[[nn.Module], None]], Traced], front_end: str
 ) -> Captured:
     """A graph for training and one for evaluation, over the clone of ``mine``.
 
@@ -214,22 +157,27 @@ def _set(root: nn.Module, training: bool) -> None:
     root.train(training)
 
 
-def _export(model: nn.Module, prepare: Callable[[nn.Module], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
+def _export(model: nn.Module, prepare: Callable[[nn.Module], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     from . import capture_export, exported
 
-    # The clone that is exported is changed and thrown away.
-    root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
-    prepare(thrown_away)
-    try:
-        graph, extras = exported.to_graph(capture_export.export(thrown_away, args, kwargs), root)
-    except Exception as error:
-        why = str(error) if isinstance(error, capture_export.ExportError) else reason(error)
-        text = f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}"
-        raise CaptureError(text) from error
-    return _Traced(root, graph, extras, {})
+    failure: Exception | None = None
+    for every_size in (False, True):
+        # The clone that is exported is changed and thrown away.
+        root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
+        prepare(thrown_away)
+        try:
+            program = capture_export.export(thrown_away, args, kwargs, every_size=every_size)
+            graph, extras = exported.to_graph(program, root)
+            return Traced(root, graph, extras, {})
+        except Exception as error:
+            failure = failure or error
+            if not isinstance(error, capture_export.ExportError):
+                break
+    why = str(failure) if isinstance(failure, capture_export.ExportError) else reason(failure)  # type: ignore[arg-type]
+    raise CaptureError(f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}") from failure
 
 
-def _adopt_constants(root: nn.Module, traced: _Traced) -> None:
+def _adopt_constants(root: nn.Module, traced: Traced) -> None:
     """Let a graph that was traced on another clone read the constants that tracing made from ``root``."""
     for node in traced.graph.nodes:
         value = traced.root.__dict__.get(str(node.target)) if node.op == "get_attr" else None
@@ -253,12 +201,16 @@ def _same_tensor(a: Any, b: torch.Tensor) -> bool:
     return a is b or (not a.is_meta and bool(torch.equal(a, b)))
 
 
-def _trace(model: nn.Module, whole: Mapping[str, str], prepare: Callable[[nn.Module], None]) -> _Traced:
+def _trace(
+    model: nn.Module,
+    whole: Mapping[str, str],
+    prepare: Callable[[nn.Module], None],
+    structure: capture_symbolic.Structure | None,
+) -> Traced:
     try:
-        root, graph, leaves = capture_symbolic.trace(model, whole, prepare)
+        return capture_symbolic.trace(model, whole, prepare, structure)
     except Exception as error:
         raise _explain(error, model) from error
-    return _Traced(root, graph, {}, leaves)
 
 
 def _first_difference(a: fx.Graph, b: fx.Graph) -> fx.Node | None:
@@ -289,18 +241,18 @@ def _plain(value: Any, place: Mapping[fx.Node, int]) -> Any:
     return value if isinstance(value, int | float | str | None) and value == value else type(value)
 
 
-def _innermost_without_lookup(node: fx.Node, traced: _Traced, whole: Mapping[str, str]) -> str | None:
+def _innermost_without_lookup(node: fx.Node, traced: Traced, whole: Mapping[str, str]) -> str | None:
     for path, _ in reversed(list(node.meta.get("nn_module_stack", {}).values())):
         if path and path not in whole and not _holds_lookup(str(path), traced):
             return str(path)
     return None
 
 
-def _holds_lookup(path: str, traced: _Traced) -> bool:
+def _holds_lookup(path: str, traced: Traced) -> bool:
     module = traced.root.get_submodule(path)
     if torchrec_adapter.holds_collection(module) or plain_calls.holds_lookup(module):
         return True
-    functional = (node for node in traced.graph.nodes if node.target in _LOOKUPS)
+    functional = (node for node in traced.graph.nodes if node.target in LOOKUPS)
     return any(path == inner for node in functional for inner, _ in node.meta.get("nn_module_stack", {}).values())
 
 

@@ -9,7 +9,6 @@ looking at their own mode.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import itertools
 import logging
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols, is_concrete_int
 from torch.overrides import TorchFunctionMode
 
 from .adapters import torchrec as torchrec_adapter
+from .arguments import Arguments
 from .nested import Template, take_apart
 from .sources import quoted, user_frame
 
@@ -48,9 +48,7 @@ class Exported:
     """A model as torch.export sees it: a program from tensors to tensors, and the way from and to the user's values."""
 
     program: torch.export.ExportedProgram
-    signature: inspect.Signature
-    names: tuple[str, ...]
-    inputs: Template
+    arguments: Arguments
     shapes: tuple[tuple[int | None, ...], ...]
     returned: Template
     kept: dict[int, Kept]
@@ -79,30 +77,30 @@ KEEP = torch.ops.dmt_compile.keep.default
 fx.node.has_side_effect(KEEP)
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_size: bool = False) -> Exported:
     """Export ``model``, which is a clone that may be changed, in the mode that it is in.
+
+    Only the first size of every tensor may be another one later than in the example; with ``every_size``, any that the model
+    does not depend on, as for offsets of several features in one tensor, (F, B).
 
     Raises:
         ExportError: the exported program would not hold for every batch size.
         Exception: what torch.export raises for what it cannot take.
     """
-    signature = inspect.signature(model.forward)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    leaves, template = take_apart(list(bound.arguments.values()))
-    names = tuple(bound.arguments)
+    leaves, arguments = Arguments.of(model, args, kwargs)
     leaves = _at_least_two_samples(leaves)
     result: list[Template] = []
-    wrapper = _Flat(model, signature, names, template, result)
+    wrapper = _Flat(model, arguments, result)
     auto = torch.export.Dim.AUTO
-    dims = tuple({0: auto} if isinstance(leaf, torch.Tensor) and leaf.dim() else None for leaf in leaves)
+    free = [range(leaf.dim() if every_size else min(leaf.dim(), 1)) if isinstance(leaf, torch.Tensor) else () for leaf in leaves]
+    dims = tuple(dict.fromkeys(sizes, auto) or None for sizes in free)
     kept: dict[int, Kept] = {}
     _keep_modules(model, kept)
     try:
         with _quiet(), _sizes_stay_symbolic(model), _KeepFunctions(kept), _decisions() as decisions:
             program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=(dims,), strict=False)
-        shapes = _checked_shapes(program, names, template, decisions)
-        return Exported(program, signature, names, template, shapes, result[-1], kept)
+        shapes = _checked_shapes(program, arguments, decisions)
+        return Exported(program, arguments, shapes, result[-1], kept)
     finally:
         for key in kept:
             _KEPT.pop(key, None)
@@ -119,16 +117,14 @@ def _at_least_two_samples(leaves: list[Any]) -> list[Any]:
 class _Flat(nn.Module):
     """The model as a function of a flat list of tensors that returns one."""
 
-    def __init__(
-        self, model: nn.Module, signature: inspect.Signature, names: tuple[str, ...], template: Template, result: list[Template]
-    ) -> None:
+    def __init__(self, model: nn.Module, arguments: Arguments, result: list[Template]) -> None:
         super().__init__()
         self.model = model
-        self._call = (signature, names, template, result)
+        self._call = (arguments, result)
 
     def forward(self, *leaves: torch.Tensor) -> list[Any]:
-        signature, names, template, result = self._call
-        bound = inspect.BoundArguments(signature, dict(zip(names, template.build(leaves), strict=True)))
+        arguments, result = self._call
+        bound = arguments.bind(leaves)
         found, returned = take_apart(self.model(*bound.args, **bound.kwargs))
         result.append(returned)
         return found
@@ -273,7 +269,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _checked_shapes(
-    program: torch.export.ExportedProgram, names: tuple[str, ...], template: Template, decisions: Sequence[_Decision]
+    program: torch.export.ExportedProgram, arguments: Arguments, decisions: Sequence[_Decision]
 ) -> tuple[tuple[int | None, ...], ...]:
     """The sizes that the program holds for, None for any.
 
@@ -281,20 +277,22 @@ def _checked_shapes(
         ExportError: it holds for some batch sizes only.
     """
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    shapes: list[tuple[int | None, ...]] = []
-    for name, path in zip(program.graph_signature.user_inputs, template.paths, strict=True):
-        value = values[str(name)]
-        sizes = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-        shapes.append(tuple(int(size) if is_concrete_int(size) else None for size in sizes))
-        if sizes and is_concrete_int(sizes[0]):
-            label = names[path[0].key] + "".join(map(str, path[1:]))
+    found = [values[str(name)] for name in program.graph_signature.user_inputs]
+    sizes_of = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in found]
+    shapes = tuple(tuple(int(size) if is_concrete_int(size) else None for size in sizes) for sizes in sizes_of)
+    for shape, sizes, path in zip(shapes, sizes_of, arguments.template.paths, strict=True):
+        if shape and shape[0] is not None and not any(size is None for size in shape):
+            label = arguments.names[path[0].key] + "".join(map(str, path[1:]))
             # What it was before it became a constant.
             symbols = getattr(getattr(sizes[0], "node", None), "_expr", None)
             where = _line(getattr(symbols, "free_symbols", ()), decisions)
             raise ExportError(f"{where}takes the batch size of '{label}' for the constant {int(sizes[0])}")
+    # A size that stands beside others that may change need not be the batch's.
+    alone = [sizes[0] for shape, sizes in zip(shapes, sizes_of, strict=True) if shape[:1] == (None,) and shape.count(None) == 1]
+    others = free_symbols(sizes_of) - free_symbols(alone)
     for symbol, allowed in program.range_constraints.items():
-        if symbol.is_Symbol and not (allowed.lower <= 2 and allowed.upper > 2**31):
+        if symbol.is_Symbol and symbol not in others and not (allowed.lower <= 2 and allowed.upper > 2**31):
             upper = f" to {allowed.upper}" if allowed.upper < 2**31 else " or more"
             where = _line({symbol}, decisions)
             raise ExportError(f"{where}takes another way for batches that are not of {allowed.lower}{upper} samples")
-    return tuple(shapes)
+    return shapes

@@ -6,25 +6,55 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.utils import rnn
+from torch.utils._pytree import tree_leaves
 
 from .adapters import torchrec as torchrec_adapter
 from .adapters import torchrec_sequences
+from .arguments import Arguments
 from .graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
 from .outside import Outside
 from .sources import reason, trace_of, user_frame
 
 
-def trace(
-    model: nn.Module, whole: Mapping[str, str], prepare: Callable[[nn.Module], None]
-) -> tuple[nn.Module, fx.Graph, dict[str, str]]:
-    """Trace a clone of a model that ``prepare`` has put in some mode: the clone, its graph, and what was kept whole and why.
+@dataclass
+class Traced:
+    """One graph, the clone that it was traced on, what it calls under ``dmt``, and what was kept whole and why."""
 
-    Submodules in ``whole`` are kept whole for the reason given there.
+    root: nn.Module
+    graph: fx.Graph
+    extras: dict[str, nn.Module]
+    leaves: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What forward's arguments are made of, and the number of dimensions of each of their tensors."""
+
+    arguments: Arguments
+    dims: tuple[int, ...]
+
+
+def structure_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure | None:
+    """The structure of example inputs; None if it tells tracing nothing that it could use."""
+    leaves, arguments = Arguments.of(model, args, kwargs, lambda x: isinstance(x, torch.Tensor) or torchrec_adapter.is_jagged(x))
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return None
+    return Structure(arguments, tuple(leaf.dim() for leaf in leaves))
+
+
+def trace(
+    model: nn.Module, whole: Mapping[str, str], prepare: Callable[[nn.Module], None], structure: Structure | None = None
+) -> Traced:
+    """Trace a clone of a model that ``prepare`` has put in some mode.
+
+    Submodules in ``whole`` are kept whole for the reason given there. With a ``structure``, forward is given lists, dicts and
+    plain values as they are in it, and only the tensors inside stand for any tensor; the graph takes no other structure.
 
     Raises:
         Exception: whatever tracing the model's own forward, or a submodule with a lookup collection, has raised.
@@ -35,9 +65,10 @@ def trace(
         root = clone_sharing_tensors(model, copy_buffers=not proxy_buffers)
         versions = {name: buffer._version for name, buffer in root.named_buffers()}
         modes = {module: module.training for module in root.modules()}
+        before = {module: dict(module.__dict__) for module in root.modules()}
         prepare(root)
         outside = Outside(root)
-        tracer = _Tracer(proxy_buffers, whole, outside)
+        tracer = _Tracer(proxy_buffers, whole, outside, structure)
         try:
             with _without_tracing_advice(), outside:
                 graph = tracer.trace(root)
@@ -49,11 +80,22 @@ def trace(
             continue
         for module, mode in modes.items():
             module.training = mode
+            _forget_proxies(module.__dict__, before[module])
         for path, module in model.named_modules(remove_duplicate=False):
             root.get_submodule(path)._buffers.update(module._buffers)
-        return root, graph, tracer.leaves
+        return Traced(root, graph, tracer.extras, tracer.leaves)
     assert failure is not None
     raise failure
+
+
+def _forget_proxies(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Undo what forward has noted on a module while it was traced: what stands for a tensor is of no use to anybody later."""
+    for name, value in list(attributes.items()):
+        if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(value)):
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]
 
 
 @contextmanager
@@ -76,13 +118,43 @@ def _autocast() -> list[tuple[bool, torch.dtype]]:
 _OPAQUE = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.pack_sequence, rnn.pad_sequence)
 
 
+# They make a tensor of the sizes that they are given, and torch.fx does not see calls of them.
+_FACTORIES = (
+    *(torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.linspace),
+    *(torch.tensor, torch.as_tensor, torch.rand, torch.randn, torch.randint, torch.randperm),
+)
+
+
+# They make a tensor from an array, and warn when they are given a tensor instead.
+_COPIERS = ("new_tensor", torch.tensor)
+
+
+def _without_numpy(value: Any) -> Any:
+    """numpy's numbers and arrays as torch's; a graph cannot hold them. torch does without numpy, and so does this package."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        return torch.from_numpy(value.copy())
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    """A small array of int64 as a list, which torch makes the same tensor from."""
+    converted = _without_numpy(value)
+    small = isinstance(converted, torch.Tensor) and converted.dtype == torch.int64 and converted.numel() <= 4096
+    return converted.tolist() if small and converted is not value else value
+
+
 class _Tracer(fx.Tracer):
     """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
 
-    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str], outside: Outside) -> None:
-        super().__init__(autowrap_functions=_OPAQUE, param_shapes_constant=True)
+    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str], outside: Outside, structure: Structure | None) -> None:
+        super().__init__(autowrap_functions=(*_OPAQUE, *_FACTORIES), param_shapes_constant=True)
         # Wherever they are looked up: by name, or through their module.
-        self._autowrap_search.append(rnn)
+        self._autowrap_search += [rnn, torch]
+        self.structure = structure
+        self.extras: dict[str, nn.Module] = {}
         self.proxy_buffer_attributes = proxy_buffers
         self.whole = whole
         self.leaves: dict[str, str] = {}
@@ -103,7 +175,19 @@ class _Tracer(fx.Tracer):
         whole = torchrec_adapter.is_collection(m) or torchrec_adapter.must_stay_whole(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
 
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        if self.structure is None:
+            made: tuple[Callable[..., Any], list[Any]] = super().create_args_for_root(root_fn, is_module, concrete_args)
+            return made
+        shapes = [(None,) * dims for dims in self.structure.dims]
+        nodes, self.extras["inputs"] = self.structure.arguments.write(self.graph, shapes)
+        bound = self.structure.arguments.bind([fx.Proxy(node, self) for node in nodes])
+        return lambda: root_fn(self.root, *bound.args, **bound.kwargs), []
+
     def create_arg(self, a: Any) -> Any:
+        a = _without_numpy(a)
         origin = self._outside.origin(a)
         if origin is not None:
             raise TypeError(f"forward computes a tensor from {origin} outside the graph, which would keep it as it is now")
@@ -112,6 +196,8 @@ class _Tracer(fx.Tracer):
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         if _autocast() != self._autocast:
             raise TypeError("forward enters torch.autocast, which the graph would lose: put autocast around the call of the model")
+        if args[1] in _COPIERS:
+            args = (*args[:2], tuple(map(_as_list, args[2])), *args[3:])
         proxy = super().create_proxy(*args, **kwargs)
         if self._grad and not torch.is_grad_enabled() and proxy.node.op not in ("placeholder", "get_attr", "output"):
             proxy.node.meta[NO_GRAD] = True
@@ -128,7 +214,11 @@ class _Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = self.path_of_module(m)
+        try:
+            path = self.path_of_module(m)
+        except NameError:
+            # Made in forward, as a function might be: there is no module that the graph could call.
+            return forward(*args, **kwargs)
         if torchrec_sequences.is_collection(m):
             return torchrec_sequences.trace(m, *args, **kwargs)
         if path in self.whole:
@@ -142,8 +232,13 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
             self._undo(mark, stack)
+            try:
+                whole = self.create_proxy("call_module", path, args, kwargs)
+            except Exception:
+                # It is given what no graph can hold.
+                raise error from None
             self.leaves[path] = reason(error)
-            return self.create_proxy("call_module", path, args, kwargs)
+            return whole
 
     def _undo(self, mark: fx.Node | None, stack: dict[str, Any]) -> None:
         """Take back what tracing a submodule left behind before it failed."""

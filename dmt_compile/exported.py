@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import operator
 from collections.abc import Callable, Mapping
@@ -13,14 +12,13 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from .capture_export import KEEP, Exported, ExportError, Kept
-from .graphs import INPUT, NO_GRAD, cut_gradients
+from .graphs import NO_GRAD, cut_gradients
 from .nested import Container, Leaf, Path, Template, take_apart
-from .runtime.inputs import MakeResult, PickTensors, TakeInputs
+from .runtime.inputs import MakeResult, PickTensors
 from .sources import user_trace
 
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _CHECKS = ("aten::_assert", "aten::sym_constrain_range", "aten::_functional_assert", "aten::_functional_sym_constrain")
-_STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _CONSTANT = "_dmt_constant_"
 
 
@@ -74,19 +72,7 @@ class _Writer:
                 self.values[used].stack_trace = user_trace(node.meta.get("stack_trace"))
 
     def _inputs(self) -> list[fx.Node]:
-        exported = self.exported
-        placeholders = []
-        for parameter in exported.signature.parameters.values():
-            name = _STARS.get(parameter.kind, "") + parameter.name
-            placeholders.append(self.graph.placeholder(name, default_value=parameter.default))
-        module = TakeInputs(exported.names, exported.inputs, exported.shapes)
-        taken = self._extra("inputs", module, *placeholders)
-        found = []
-        for index, (path, label) in enumerate(zip(exported.inputs.paths, module.labels(), strict=True)):
-            node = self.graph.call_function(operator.getitem, (taken, index))
-            name = str(placeholders[path[0].key].target)
-            node.meta[INPUT] = ((name, *(step.key for step in path[1:])), label)
-            found.append(node)
+        found, self.extras["inputs"] = self.exported.arguments.write(self.graph, self.exported.shapes)
         return found
 
     def _extra(self, name: str, module: nn.Module, *args: Any) -> fx.Node:
@@ -196,7 +182,9 @@ class _Writer:
         results: list[Any] = []
         (returned,) = output.args
         specs = self.exported.program.graph_signature.output_specs
-        inputs = dict(zip(map(str, self.exported.program.graph_signature.user_inputs), self.exported.inputs.paths, strict=True))
+        inputs = dict(
+            zip(map(str, self.exported.program.graph_signature.user_inputs), self.exported.arguments.template.paths, strict=True)
+        )
         for spec, value in zip(specs, returned, strict=True):  # type: ignore[arg-type]
             mapped = self.values[value] if isinstance(value, fx.Node) else value
             if spec.kind is OutputKind.USER_OUTPUT:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .errors import CaptureError
@@ -29,7 +30,7 @@ def clone_sharing_tensors(model: nn.Module, *, copy_buffers: bool = False) -> nn
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone() if copy_buffers else buffer
     try:
-        clone = copy.deepcopy(model, memo)
+        clone: nn.Module = deepcopy_values(model, memo)
     except (TypeError, RuntimeError) as error:
         raise CaptureError(f"the modules of {type(model).__name__} cannot be copied around their parameters: {error}") from error
     # A scripted module copies its parameters whatever the memo says, and the copies would be trained instead.
@@ -50,7 +51,29 @@ def clone_with_parameters(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone()
-    return copy.deepcopy(model, memo)
+    copied: nn.Module = deepcopy_values(model, memo)
+    return copied
+
+
+def deepcopy_values(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """``copy.deepcopy``, but tensors that are part of an autograd graph are copied too, without it."""
+    with _CopyValues():
+        return copy.deepcopy(value, memo)
+
+
+class _CopyValues(TorchFunctionMode):
+    """Copies the values of tensors that torch refuses to copy, because they are part of an autograd graph.
+
+    A module keeps such tensors as attributes once it has run: an auxiliary loss, attention weights, the weight of weight_norm.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and args[0].grad_fn is not None:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
 
 
 def graph_module_over(root: nn.Module, graph: fx.Graph, extras: Mapping[str, nn.Module], name: str) -> fx.GraphModule:
@@ -173,7 +196,11 @@ def input_path(node: fx.Node) -> tuple[object, ...] | None:
     if isinstance(inner, fx.Node) and node.op == "call_function" and node.target in (getattr, operator.getitem):
         outer, step = input_path(inner), node.args[1]
         return (*outer, step) if outer is not None and isinstance(step, str | int) else None
-    if isinstance(inner, fx.Node) and node.op == "call_method" and node.target in _CASTS:
+    if isinstance(inner, fx.Node) and node.target is torch.ops.aten.select.int and node.args[1] == 0:
+        # x[i], as torch.export writes it.
+        outer, step = input_path(inner), node.args[2]
+        return (*outer, step) if outer is not None and isinstance(step, int) else None
+    if isinstance(inner, fx.Node) and ((node.op == "call_method" and node.target in _CASTS) or node.target in _ATEN_CASTS):
         return input_path(inner)
     return None
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from .analysis import Analysis, analyse
 from .capture import Captured, capture
 from .errors import PlanError
-from .graphs import clone_sharing_tensors, copy_graph, extras_of, graph_module_over
+from .graphs import clone_sharing_tensors, copy_graph, deepcopy_values, extras_of, graph_module_over
 from .lookups import LookupSet
 from .observe import ExampleInputs, split_inputs
 from .partition import make_plan
@@ -139,9 +139,7 @@ class TowerProgram(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerProgram:
-        import copy
-
-        root = copy.deepcopy(self._dmt.captured.root, memo)
+        root = deepcopy_values(self._dmt.captured.root, memo)
         return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analyses, self.plan, self._dmt.sample)
 
     @property

@@ -308,6 +308,30 @@ class Offsets(nn.Module):
         return torch.randint(0, 12, (int(lengths.sum()),), generator=g), offsets, matrix
 
 
+class Stacked(nn.Module):
+    """Bags of several features whose offsets stand in one tensor, (F, B), and a loop over a computed shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, DIM, mode="sum") for rows in FIELDS[:3])
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, dense: torch.Tensor, offsets: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
+        rows = [bag(ids, offsets[k]) for k, (bag, ids) in enumerate(zip(self.bags, values, strict=True))]
+        batch, width = dense.shape
+        table = torch.cat(rows, 1).view(batch, -1, width)
+        products = table @ table.transpose(1, 2)
+        left = torch.tensor([a for a in range(products.shape[1]) for _ in range(a)])
+        right = torch.tensor([b for a in range(products.shape[1]) for b in range(a)])
+        return self.out(products[:, left, right]) + dense.sum(1, keepdim=True)
+
+    def inputs(self, batch: int, g: torch.Generator) -> tuple[Any, ...]:
+        lengths = torch.randint(0, 4, (3, batch), generator=g)
+        offsets = torch.cat([torch.zeros(3, 1, dtype=torch.long), lengths.cumsum(1)[:, :-1]], 1)
+        values = [torch.randint(0, rows, (int(n.sum()),), generator=g) for rows, n in zip(FIELDS, lengths, strict=False)]
+        return torch.rand(batch, DIM, generator=g), offsets, values
+
+
 class Counting(Matrix):
     """Counts its calls in a buffer, freezes a part with no_grad, and shares a table with a second layer."""
 
@@ -384,7 +408,7 @@ class FieldAware(Matrix):
 
 MODELS: tuple[type[Any], ...] = (
     *(DeepFm, Cross, Compressed, ByKeys, Named, Dataclasses, Interest, Recurrent, Attentive, Functional),
-    *(Nested, Offsets, Counting, Modes, Rearranged, FieldAware),
+    *(Nested, Offsets, Stacked, Counting, Modes, Rearranged, FieldAware),
 )
 
 

@@ -1,0 +1,278 @@
+"""Tracing that knows what the example inputs are made of, and the comparison of every graph with the model on them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import line_of
+from torch import nn
+
+from dmt_compile import CaptureError, InputError, Topology, TowerProgram, towerize
+
+TOPOLOGY = Topology(2, 2)
+ROWS = (20, 30)
+Inputs = tuple[Any, ...]
+
+
+def matrix(batch: int, seed: int = 0) -> Inputs:
+    g = torch.Generator().manual_seed(seed)
+    return (torch.stack([torch.randint(0, rows, (batch,), generator=g) for rows in ROWS], 1),)
+
+
+def named(batch: int, seed: int = 0) -> Inputs:
+    ids = matrix(batch, seed)[0]
+    return ({"user": ids[:, 0], "item": ids[:, 1], "note": None, "more": [torch.rand(batch, 2), (torch.rand(batch),)]},)
+
+
+class Two(nn.Module):
+    """Two tables and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = (nn.Embedding(rows, 4) for rows in ROWS)
+        self.out = nn.Linear(8, 1)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.user(x[:, 0]), self.item(x[:, 1])], 1)
+
+
+def proved(model: nn.Module, make: Any = matrix, front_end: str = "torch.fx") -> TowerProgram:
+    """Compiled and verified, and called with batches of several sizes the model itself."""
+    program = towerize(model, TOPOLOGY, example_inputs=make(10))
+    assert program._dmt.captured.front_end == front_end
+    certificate = program.verify(*make(13, 1), steps=1)
+    assert certificate.passed, str(certificate)
+    for batch in (1, 2, 7):
+        given = make(batch, batch)
+        torch.testing.assert_close(program(*copy.deepcopy(given)), model(*given), rtol=0, atol=0)
+    return program
+
+
+# What is inside the inputs
+
+
+class Loops(Two):
+    """Goes through a dict whose values are tensors, lists and nothing; a part of it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Masked()
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        found = [getattr(self, key)(value) for key, value in batch.items() if key in ("user", "item")]
+        rows = torch.cat(found, 1)
+        if isinstance(batch["more"], list) and batch["note"] is None:
+            rows = rows + batch["more"][1][0].unsqueeze(1)
+        return {"score": self.out(self.part(rows)), "parts": [found[0], *batch["more"][:1]]}
+
+
+class Masked(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if (rows > 100).any():
+            return rows.clamp(max=100)
+        return rows * 2
+
+
+def test_dict_that_forward_goes_through() -> None:
+    program = proved(Loops(), named)
+    assert list(program.leaves) == ["part"]
+    assert [lookup.feature for lookup in program.lookups.lookups] == ["batch['user']", "batch['item']"]
+    with pytest.raises(InputError, match=r"batch\['note'\] is 3, not None"):
+        program({**named(4)[0], "note": 3})
+
+
+def test_arguments_with_stars() -> None:
+    class Stars(Two):
+        def forward(self, *columns: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+            found = [table(ids) for table, ids in zip((self.user, self.item), columns, strict=True)]
+            return sum((value for value in more.values()), start=self.out(torch.cat(found, 1)))  # type: ignore[call-overload, no-any-return]
+
+    def given(batch: int, seed: int = 0) -> Inputs:
+        return tuple(matrix(batch, seed)[0].unbind(1))
+
+    program = proved(Stars(), given)
+    with pytest.raises(InputError, match="columns"):
+        program(*given(5), torch.zeros(5))
+
+    class Named(Two):
+        def forward(self, **columns: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.cat([getattr(self, key)(value) for key, value in columns.items()], 1))
+
+    ids = matrix(9)[0]
+    program = towerize(Named(), TOPOLOGY, example_inputs={"user": ids[:, 0], "item": ids[:, 1]})
+    assert program.verify(user=ids[:5, 0], item=ids[:5, 1]).passed
+
+
+# What forward makes on its way
+
+
+class Makes(Two):
+    """Sizes that numpy holds, tensors made of the batch's sizes, a module made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = np.array([0, 1])
+        self.starts = np.array([0, 3], dtype=np.int64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = self.columns
+        rows = torch.cat([self.user(x[:, first]), self.item(x[:, last])], 1)
+        places = torch.arange(x.shape[0], device=x.device).unsqueeze(1) + x.new_tensor(self.starts)
+        total = torch.zeros(x.size(0), 1, device=x.device) + places.sum(1, keepdim=True)
+        return nn.Sigmoid()(nn.Flatten()(self.out(rows))) + total
+
+
+def test_what_forward_makes() -> None:
+    program = proved(Makes())
+    assert not program.leaves
+
+
+def test_module_that_has_run() -> None:
+    """It holds tensors of an autograd graph, as weight_norm does from the start."""
+
+    class Keeps(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.utils.weight_norm(self.out)
+            self.loss = torch.zeros(())
+            self.seen: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.rows(x)
+            self.loss = rows.square().mean()
+            self.seen = [rows]
+            out: torch.Tensor = self.out(rows)
+            return out + self.loss
+
+    model = Keeps()
+    proved(model)
+    model(*matrix(4))
+    held = model.loss
+    program = proved(model)
+    assert copy.deepcopy(program).verify(*matrix(8)).passed
+    assert held.grad_fn is not None
+
+
+class Notes(nn.Module):
+    """Notes what it is given, and another part, which cannot be traced, asks what was noted."""
+
+    length: Any = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.length = rows.shape[1]
+        return rows * 2
+
+
+class AsksNotes(nn.Module):
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        width = self.notes(rows).shape[1]
+        return rows + 1 if self.notes.length == width and rows.sum() < 1e9 else rows
+
+
+def test_what_tracing_leaves_on_modules_is_forgotten() -> None:
+    class Noting(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes = Notes()
+            self.asks = AsksNotes(self.notes)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.notes(self.rows(x))
+            self.shown = {"rows": [rows]}
+            return self.out(self.asks(rows))
+
+    program = proved(Noting())
+    assert list(program.leaves) == ["asks"]
+    assert "shown" not in program._dmt.captured.root.__dict__
+
+
+# A graph that does something else than the model is not taken
+
+
+class Asks(Two):
+    """A tensor is no tensor while it is traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(x)
+        return self.out(rows * 2 if isinstance(rows, torch.Tensor) else rows)
+
+
+def test_test_of_a_type() -> None:
+    proved(Asks(), front_end="torch.export")
+
+
+class Remembers(Two):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.out(self.rows(x)) * self.calls
+
+
+class Draws(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rows(x)) * random.random()
+
+
+class Single(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.out(self.rows(x)).squeeze()
+        if y.dim() == 0:
+            y = y.unsqueeze(0)
+        return y
+
+
+class Writes(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.clamp_(0, 5)
+        return self.out(self.rows(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "why"),
+    [
+        (Remembers, "return self.out", "what forward remembers in attributes from call to call"),
+        (Draws, "return self.out", "random numbers"),
+        (Single, "squeeze()", "This is for a batch of one sample"),
+        (Writes, "return self.out", "forward changes its inputs in place"),
+    ],
+)
+def test_refused(kind: type[Two], line: str, why: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        towerize(kind(), TOPOLOGY, example_inputs=matrix(10))
+    assert f"{__file__}:{line_of(kind.forward, line)}: " in str(caught.value) and why in str(caught.value)
+
+
+def test_example_inputs_are_not_written_to() -> None:
+    ids = torch.full((6, 2), 9)
+    with pytest.raises(CaptureError):
+        towerize(Writes(), TOPOLOGY, example_inputs=(ids,))
+    assert bool((ids == 9).all())
+
+
+def test_every_lookup_is_in_a_submodule_that_cannot_be_traced() -> None:
+    class Inner(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.rows(x)
+            return self.out(rows if rows.sum() > 0 else -rows)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * 2
+
+    with pytest.raises(CaptureError, match="in submodules that cannot be traced") as caught:
+        towerize(Outer(), TOPOLOGY, example_inputs=matrix(10))
+    assert f"inner: {__file__}:{line_of(Inner.forward, 'rows.sum()')}: " in str(caught.value)
