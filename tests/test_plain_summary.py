@@ -40,7 +40,7 @@ def test_lines_fit_a_terminal(name: str) -> None:
     [
         ("per field", r"deep\.0\.\.deep\.3 +4 +12  1 id: row +\S*plain_models\.py:\d+"),
         ("offsets", r"sum +1 weighted +3  offsets: sum +\S*plain_models\.py:\d+"),
-        ("bags", r"max +1 +1  3 ids: max"),
+        ("bags", r"max +1 +1  n ids: max"),
         ("history", r"item@batch\['history'\] +1 +20  5 ids: rows"),
     ],
 )
