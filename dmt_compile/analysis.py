@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import fx, nn
 
@@ -83,18 +84,33 @@ def _analyse(flat: fx.GraphModule, root: nn.Module, example_inputs: ExampleInput
         why = "plain embeddings are spread over towers only with example_inputs="
         replicated = dict.fromkeys((call.parameter for call in certain), why)
     if not lookups.lookups:
-        _refuse(replicated)
+        _refuse(flat, replicated)
     return Analysis(lookups, replicated, layout)
 
 
-def _refuse(replicated: Mapping[str, str]) -> None:
+def _refuse(flat: fx.GraphModule, replicated: Mapping[str, str]) -> NoReturn:
     if replicated:
-        listed = "\n".join(f"  {name}: {why}" for name, why in list(replicated.items())[:8])
-        raise CaptureError(f"none of the model's embedding lookups can be served by another rank:\n{listed}")
+        listed = "\n".join(f"  {name}: {why}" for name, why in list(replicated.items())[:_MOST_REASONS])
+        more = f"\n  ... and {len(replicated) - _MOST_REASONS} more" if len(replicated) > _MOST_REASONS else ""
+        raise CaptureError(
+            f"none of the model's embedding lookups can be served by another rank:\n{listed}{more}\n"
+            "There is nothing to spread over towers: change what is named there (give a weight a parameter of its own, say), or "
+            "train this model data-parallel."
+        )
+    places = plain_calls.unregistered(flat)
+    if places:
+        listed = ", ".join(places[:_MOST_REASONS]) + (", ..." if len(places) > _MOST_REASONS else "")
+        raise CaptureError(
+            f"{listed}: ids are looked up in a tensor that is no parameter of the model, so that no optimizer and no rank would "
+            "ever have it: register the table (an nn.Embedding in a plain list or dict belongs in a ModuleList or ModuleDict)"
+        )
     # Whoever has no working torchrec should hear that first: the model may hold stand-ins for its modules.
     if versions.torchrec_installed():
         versions.require_torchrec()
     raise CaptureError(
-        "no embedding lookup was found: the graph of the model calls no torchrec EmbeddingBagCollection, nn.Embedding or "
-        "nn.EmbeddingBag, so there is nothing to spread over towers"
+        "no embedding lookup was found: the graph of the model calls no torchrec EmbeddingBagCollection or EmbeddingCollection, "
+        "nn.Embedding or nn.EmbeddingBag, nor takes rows of a parameter by ids of the batch, so there is nothing to spread"
     )
+
+
+_MOST_REASONS = 8

@@ -387,6 +387,18 @@ class Indexed(nn.Module):
         return torch.cat(taken, dim=1).sum(1, keepdim=True) + self.bias[:1] + self.bias[torch.tensor([1, 2])].sum()
 
 
+class Hashed(nn.Module):
+    """Two small tables in place of a large one: bags of quotients and of remainders, with the offsets of the ids that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quotients, self.remainders = nn.EmbeddingBag(BIG, 3, mode="sum"), nn.EmbeddingBag(4, 3, mode="sum")
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        quotients = self.quotients(torch.div(ids, 4, rounding_mode="floor"), offsets)
+        return quotients * self.remainders(torch.remainder(ids, 4).long(), offsets.long())
+
+
 class PooledByTheModel(nn.Module):
     """Rows that the model pools at once: sum, mean and max, plain or weighted by a mask or a number for each id."""
 
@@ -495,6 +507,7 @@ CASES = {
     "chained": Case(Chained, lambda draw: (draw.id(BIG, 2), draw.id(BIG, 3))),
     "ragged": Case(Ragged, lambda draw: (draw.id(BIG, 4), draw.id(BIG))),
     "bags of parts": Case(BagsOfParts, lambda draw: (draw.id(BIG, 4),)),
+    "hashed": Case(Hashed, lambda draw: draw.bags(4 * BIG, last=False)),
     "pooled by the model": Case(PooledByTheModel, lambda draw: (draw.id(BIG, 3), draw.dense(3).abs())),
     "indexed": Case(Indexed, lambda draw: (draw.id(BIG, 2), draw.id(BIG))),
     "field by field": Case(FieldByField, lambda draw: (draw.fields(), draw.id(FIELDS[1], 3))),

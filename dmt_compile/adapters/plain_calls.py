@@ -66,15 +66,32 @@ def copy_tables_that_reading_changes(flat: fx.GraphModule, calls: Sequence[Call]
 
 
 def ragged_inputs(calls: Sequence[Call]) -> tuple[RaggedInput, ...]:
-    """The model's inputs that lookups in offsets form read as they are given."""
+    """The model's inputs that lookups in offsets form read, as they are given or with something done to every id."""
     found = []
     for call in calls:
-        values = input_path(call.ids)
+        values = _origin(call.ids)
         offsets = input_path(call.offsets) if call.offsets is not None else None
         if values is not None and offsets is not None:
-            weights = input_path(call.weights) if call.weights is not None else None
+            weights = _origin(call.weights) if call.weights is not None else None
             found.append(RaggedInput(values, offsets, weights, call.include_last_offset))
     return tuple(dict.fromkeys(found))
+
+
+def _origin(node: fx.Node) -> tuple[object, ...] | None:
+    """Where in the inputs the one tensor stands that a value is computed from; None if there are several, or none."""
+    places: dict[tuple[object, ...], None] = {}
+    seen, waiting = {node}, [node]
+    while waiting:
+        one = waiting.pop()
+        place = input_path(one)
+        if place is not None:
+            places[place] = None
+            continue
+        for used in one.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                waiting.append(used)
+    return next(iter(places)) if len(places) == 1 else None
 
 
 def kept_weights(flat: fx.GraphModule, calls: Sequence[Call]) -> dict[str, str]:
@@ -115,6 +132,21 @@ def find_calls(flat: fx.GraphModule) -> list[Call]:
     names = {id(parameter): name for name, parameter in flat.named_parameters()}
     found = (_call(flat, node, names) for node in flat.graph.nodes)
     return [call for call in found if call is not None]
+
+
+def unregistered(flat: fx.GraphModule) -> list[str]:
+    """Where the user's code looks ids up in a tensor that is no parameter of the model."""
+    parameters = {id(parameter) for parameter in flat.parameters()}
+    found = []
+    for node in flat.graph.nodes:
+        if node.target not in (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding):
+            continue
+        held = _functional_arguments(node).get("weight")
+        if isinstance(held, fx.Node) and held.op == "get_attr":
+            owner, attribute = resolve_parameter(flat, str(held.target))
+            if id(getattr(owner, attribute)) not in parameters:
+                found.append(source_location(node) or f"node '{node.name}'")
+    return list(dict.fromkeys(found))
 
 
 def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> Call | None:

@@ -164,6 +164,11 @@ def tolerance(dtype: torch.dtype, sums: int = 1) -> float:
     return 128 * sums * torch.finfo(dtype).eps
 
 
+# The bias of a layer before a batch norm has no gradient at all, and the noise there is as large as what cancels: as the
+# gradients of the layers around it, or larger where the samples of a rank are few and alike.
+_FLOOR = 128
+
+
 def furthest(
     found: Mapping[str, torch.Tensor | None],
     expected: Mapping[str, torch.Tensor | None],
@@ -176,10 +181,10 @@ def furthest(
     what was summed up in the expected tensors, ``sums`` how many times more terms there were than :func:`tolerance` allows
     for: rounding is relative to both. A gradient that is zero in
     exact arithmetic (a bias before a softmax, what goes into the batch norm of two samples) is nothing but rounding of terms
-    that cancel inside a rank, so each may also be off by 32 units in the last place of the largest gradient of all.
+    that cancel inside a rank, so each may also be off by 128 units in the last place of the largest gradient of all.
     """
     terms, sums = terms or {}, sums or {}
-    floor = 32 * _common_scale([*expected.values(), *terms.values()])
+    floor = _FLOOR * _common_scale([*expected.values(), *terms.values()])
     ratios: dict[str, float] = {}
     for key in expected.keys() | found.keys():
         a, b = found.get(key), expected.get(key)
@@ -226,11 +231,11 @@ def furthest_change(
     """As :func:`furthest`, for the changes of tensors since ``start``.
 
     An update is added to a value that may be far larger than it, so each may be off by four units in the last place of the
-    value on top of the tolerance for the update, and by 32 of the largest update of all. ``cancelled`` is what
+    value on top of the tolerance for the update, and by 128 of the largest update of all. ``cancelled`` is what
     :func:`cancellation` says of the gradients: whatever the optimizer makes of a gradient, an update is
     no more exact than it. That is too little to hide an update that is missing or scaled.
     """
-    floor = 32 * _common_scale(expected[key].detach().double() - was.detach().double() for key, was in start.items())
+    floor = _FLOOR * _common_scale(expected[key].detach().double() - was.detach().double() for key, was in start.items())
     cancelled = cancelled or {}
     ratios: dict[str, float] = {}
     for key, was in start.items():

@@ -1,0 +1,211 @@
+"""Models and batches at the edge of what people have: unused tables, more towers than features, one sample, other devices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_cases import gradients_of, objective
+from plain_models import BIG, CASES
+from ranks import Ranks
+from torch import nn
+
+from dmt_compile import CaptureError, InputError, Topology, towerize
+from dmt_compile.verify.compare import bits_differ
+
+GRID = Topology(2, 2)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, BIG, shape, generator=torch.Generator().manual_seed(0))
+
+
+class Small(nn.Module):
+    """One table that is read, and one that is not."""
+
+    def __init__(self, dim: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.unread = nn.Embedding(BIG, dim), nn.Embedding(BIG, dim)
+        self.drop, self.norm, self.top = nn.Dropout(0.3), nn.BatchNorm1d(dim), nn.Linear(dim, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(self.norm(self.drop(self.read(x))))
+
+
+def test_a_table_that_nothing_reads() -> None:
+    """It has no owner and costs no exchange; it stays in the state dict and out of the gradients."""
+    model = Small()
+    program = towerize(model, GRID, example_inputs=(ids(6),))
+    assert set(program.lookups.table) == {"read"}
+    assert list(program.state_dict()) == list(model.state_dict())
+    certificate = program.verify(ids(9))
+    assert certificate.passed, str(certificate)
+
+
+def unread_on_ranks() -> tuple[bool, list[str]]:
+    """Runs on a rank: whether the unread table is here as it was, and what got a gradient."""
+    model = Small()
+    module = towerize(model, Topology(2, 1), example_inputs=(ids(6),)).distribute()
+    objective(module(ids(3 + dist.get_rank()))).backward()
+    full = module.full_state_dict()
+    found = torch.equal(full["unread.weight"], model.unread.weight), sorted(gradients_of(module))
+    module.close()
+    return found
+
+
+@pytest.mark.multi_rank
+def test_a_table_that_nothing_reads_on_ranks(ranks: Ranks) -> None:
+    for same, gradients in ranks(2, unread_on_ranks):
+        assert same
+        assert "unread.weight" not in gradients
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_more_towers_than_features(towers: int) -> None:
+    program = towerize(Small(), GRID, towers=towers, example_inputs=(ids(6),))
+    assert len(program.plan.towers) == towers
+    assert sum(bool(tower.features) for tower in program.plan.towers) == 1
+    certificate = program.verify(ids(9))
+    assert certificate.passed, str(certificate)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_narrow_tables(dim: int) -> None:
+    certificate = towerize(Small(dim), GRID, example_inputs=(ids(6),)).verify(ids(9))
+    assert certificate.passed, str(certificate)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_a_batch_of_one(name: str, kind: torch.dtype) -> None:
+    """On one device and on ranks of which all but one have no sample, in evaluation mode."""
+    model = CASES[name].build().eval()
+    program = towerize(model, Topology(1, 2), example_inputs=CASES[name].example())
+    args, kwargs = CASES[name].batch(1, seed=3, ids=kind)
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(*args, **kwargs)
+        assert bits_differ(copy.deepcopy(program)(*args, **kwargs), expected) is None
+        assert bits_differ(program.simulate(*args, **kwargs)[0], expected) is None
+
+
+def test_modes_switch_dropout_and_batch_norm() -> None:
+    model = Small()
+    program = towerize(model, GRID, example_inputs=(ids(6),))
+    for mode in (True, False, True):
+        program.train(mode)
+        model.train(mode)
+        found = []
+        for one in (program, model):
+            buffers = copy.deepcopy(dict(model.named_buffers()))
+            torch.manual_seed(1)
+            found.append(one(ids(9)))
+            model.load_state_dict(buffers, strict=False)
+        assert bits_differ(*found) is None
+    certificate = program.verify(ids(9))
+    assert certificate.passed, str(certificate)
+
+
+def test_a_table_on_another_device() -> None:
+    """As the flat model does not run on its example inputs, nothing can be told of its ids."""
+    model = Small()
+    model.read.to("meta")
+    with pytest.raises(CaptureError, match="the model does not run on example_inputs: .*device"):
+        towerize(model, GRID, example_inputs=(ids(6),))
+    model = model.to("meta")
+    program = towerize(model, GRID, example_inputs=(ids(6).to("meta"),))
+    assert set(program.lookups.table) == {"read"}
+    with pytest.raises(InputError, match=r"on the meta device and has no values"):
+        program.verify(ids(9))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_table_on_the_cpu_beside_layers_on_the_gpu() -> None:
+    class Split(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.top(self.norm(self.drop(self.read(x).cuda())))
+
+    model = Split().cuda()
+    model.read.cpu()
+    certificate = towerize(model, GRID, example_inputs=(ids(6),)).verify(ids(9))
+    assert certificate.passed, str(certificate)
+
+
+class Looping(nn.Module):
+    """A loop over features that keeps what it finds in Python's dicts, lists, sets and generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = {"user": 3, "item": 2, "shop": 3}
+        self.tables = nn.ModuleDict({name: nn.Embedding(BIG, dim) for name, dim in self.features.items()})
+        self.top = nn.Linear(8, 1)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, dim in sorted(self.features.items()):
+            if name in batch:
+                found.setdefault(dim, []).append((name, self.tables[name](batch[name])))
+        columns = [rows for dim in sorted(found) for _, rows in reversed(found[dim])]
+        return self.top(torch.cat(list(columns), dim=1)) + sum(rows.sum() * 0 for rows in {id(r): r for r in columns}.values())
+
+
+def test_a_loop_over_features() -> None:
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        return {"user": ids(size), "item": ids(size, 2)[:, 1], "shop": ids(size)}
+
+    program = towerize(Looping(), GRID, example_inputs=(batch(6),))
+    assert set(program.lookups.table) == {"tables.user", "tables.item", "tables.shop"}
+    certificate = program.verify(batch(9))
+    assert certificate.passed, str(certificate)
+
+
+class InADict(nn.Module):
+    """A table that no optimizer would ever see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.top = {"a": nn.Embedding(BIG, 3)}, nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(self.tables["a"](x))
+
+
+class Tied(nn.Module):
+    """The only table is the output's weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(BIG, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x) @ self.table.weight.t()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (InADict, r"test_hard_inputs\.py:\d+: ids are looked up in a tensor that is no parameter .* ModuleDict"),
+        (Tied, r"(?s)table\.weight: \S*test_hard_inputs\.py:\d+: it is also used as a weight here\n.*a parameter of its own"),
+    ],
+)
+def test_nothing_to_spread(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        towerize(make(), GRID, example_inputs=(ids(6),))
+
+
+@pytest.mark.parametrize("kind", [torch.half, torch.bfloat16, torch.float64])
+def test_other_types_of_tables(kind: torch.dtype) -> None:
+    class Typed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.bag = nn.Embedding(BIG, 3, dtype=kind), nn.EmbeddingBag(BIG, 2, mode="sum", dtype=kind)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.one(x).float().sum((1, 2)), self.bag(x)
+
+    certificate = towerize(Typed(), GRID, example_inputs=(ids(6, 2),)).verify(ids(9, 2))
+    assert certificate.passed, str(certificate)
