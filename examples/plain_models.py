@@ -82,6 +82,11 @@ def next_item_batch(batch: int) -> dict[str, torch.Tensor]:
     return {name: torch.randint(0, rows, (batch, *shape)) for name, (rows, shape) in shapes.items()}
 
 
+def next_item() -> tuple[nn.Module, tuple[Any, ...]]:
+    """A model with example inputs, as ``dmt-compile explain examples/plain_models.py:next_item`` takes it."""
+    return NextItem(), (next_item_batch(8),)
+
+
 MODELS: list[tuple[str, type[nn.Module], Callable[[int], tuple[Any, ...]]]] = [
     ("a table per field", WideAndDeep, lambda batch: (fields(batch), torch.randn(batch, 4))),
     ("one table, offsets", FactorisationMachine, lambda batch: (fields(batch),)),
@@ -94,7 +99,7 @@ def main() -> int:
     topology = dmt_compile.Topology(HOSTS, RANKS_PER_HOST)
     console = Console(highlight=False)
     table = Table("model", "style", "lookups", "tables", "replicated", "equal", box=None, pad_edge=False)
-    failed, replicated = [], []
+    failed, replicated, mixed = [], [], []
     for style, kind, make_batch in MODELS:
         program = dmt_compile.towerize(kind(), topology, example_inputs=make_batch(8))
         # Another batch, of another size: nothing of the first one is kept but how many ids a sample has.
@@ -102,11 +107,15 @@ def main() -> int:
         found = program.lookups
         counts = (len(found.lookups), len(found.tables), len(program.replicated))
         table.add_row(kind.__name__, style, *map(str, counts), "yes" if certificate.passed else "NO")
+        kinds = [one.kind for one in program.interactions]
+        mixed.append(f"  {kind.__name__}: {', '.join(kinds)}")
         replicated += [f"  {kind.__name__}.{name}: {reason.rpartition('/')[2]}" for name, reason in program.replicated.items()]
         if not certificate.passed:
             failed.append(str(certificate))
     console.print(f"towers on {HOSTS} hosts x {RANKS_PER_HOST} ranks, {BATCH} samples, against the flat model")
     console.print(table)
+    console.print("\nwhere the features mix:")
+    console.print("\n".join(mixed))
     console.print("\nreplicated on every rank, as dense parameters:")
     console.print("\n".join(replicated))
     for certificate_text in failed:

@@ -25,8 +25,9 @@ def _run(*command: str) -> str:
 
 def test_plain_models() -> None:
     output = _run(str(ROOT / "examples" / "plain_models.py"))
-    for name, numbers in (("WideAndDeep", "12 +12 +0"), ("FactorisationMachine", "2 +2 +0"), ("NextItem", "4 +3 +1")):
+    for name, numbers in (("WideAndDeep", "12 +12 +0"), ("FactorisationMachine", "12 +12 +0"), ("NextItem", "4 +3 +1")):
         assert re.search(rf"^{name} .* {numbers} +yes *$", output, re.MULTILINE), output
+    assert "FactorisationMachine: factorisation machine, concat-MLP, linear term" in output
     assert "NextItem.position.weight: plain_models.py:" in output
     assert all(len(line) <= 80 for line in output.split("\n"))
 
