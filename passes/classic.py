@@ -18,8 +18,10 @@ from torch import fx
 from dmt_compile.exchange import Exchange, IdExchange
 from dmt_compile.lookups import LookupSet
 from dmt_compile.plan import TowerPlan
-from dmt_compile.runtime.ids import LocalBags, RouteIds, SelectIds
-from dmt_compile.runtime.pooled import ExchangeRows, RankLookups, RestoreColumns
+from dmt_compile.runtime.ids import RouteIds
+from dmt_compile.runtime.pooled import ExchangeRows, RestoreColumns
+from dmt_compile.runtime.select import LocalBags, SelectIds
+from dmt_compile.runtime.tables import RankLookups
 from dmt_compile.verify.layout import check_layout
 
 from .base import Draft, GraphPass

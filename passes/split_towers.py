@@ -21,8 +21,9 @@ from torch import fx
 
 from dmt_compile.errors import PassError, at
 from dmt_compile.lookups import LookupSet
-from dmt_compile.runtime.ids import LocalBags, ReadIds, SelectIds
-from dmt_compile.runtime.pooled import JoinColumns, MakeOutput, TowerLookups
+from dmt_compile.runtime.pooled import JoinColumns, MakeOutput
+from dmt_compile.runtime.select import LocalBags, ReadIds, SelectIds
+from dmt_compile.runtime.tables import TowerLookups
 from dmt_compile.shapes import SHAPE
 from dmt_compile.stage import Stage
 

@@ -12,8 +12,10 @@ from torch import fx, nn
 from dmt_compile.exchange import Exchange
 from dmt_compile.lookups import LookupSet
 from dmt_compile.passes.base import Draft
-from dmt_compile.runtime.ids import CountIds, MakeRequest, ReadSizes, SelectIds, UnpackIds
-from dmt_compile.runtime.pooled import PeerPermute, RankLookups, RestoreColumns, Splits, Unpack
+from dmt_compile.runtime.ids import CountIds, MakeRequest, ReadSizes, UnpackIds
+from dmt_compile.runtime.pooled import PeerPermute, RestoreColumns, Splits, Unpack
+from dmt_compile.runtime.select import SelectIds
+from dmt_compile.runtime.tables import RankLookups
 from dmt_compile.stage import Stage
 from dmt_compile.topology import TowerGrid
 

@@ -19,7 +19,8 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from dmt_compile import Certificate, InputError, Topology, TowerProgram, VerificationError, towerize
 from dmt_compile.graphs import copy_graph, extras_of, graph_module_over
 from dmt_compile.runtime.gradients import scale_gradient
-from dmt_compile.runtime.pooled import MakeOutput, TowerLookups
+from dmt_compile.runtime.pooled import MakeOutput
+from dmt_compile.runtime.tables import TowerLookups
 from dmt_compile.stage import Stage
 from dmt_compile.verify.compare import bits_differ, furthest, tensors_in
 from dmt_compile.verify.equivalence import Verifier

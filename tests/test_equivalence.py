@@ -17,7 +17,7 @@ from torch import nn
 
 from dmt_compile import InputError, Topology, TowerProgram, towerize
 from dmt_compile.adapters.torchrec import accept_empty_batches
-from dmt_compile.runtime.pooled import RankLookups
+from dmt_compile.runtime.tables import RankLookups
 from dmt_compile.topology import valid_tower_counts
 from dmt_compile.verify.compare import bits_differ, furthest, furthest_change
 

@@ -114,7 +114,7 @@ def test_a_table_on_another_device() -> None:
     """As the flat model does not run on its example inputs, nothing can be told of its ids."""
     model = Small()
     model.read.to("meta")
-    with pytest.raises(CaptureError, match="the model does not run on example_inputs: .*device"):
+    with pytest.raises(CaptureError, match=r"the model does not run on example_inputs: .*device"):
         towerize(model, GRID, example_inputs=(ids(6),))
     model = model.to("meta")
     program = towerize(model, GRID, example_inputs=(ids(6).to("meta"),))

@@ -49,8 +49,8 @@ def test_style_of_a_lookup(name: str, row: str) -> None:
 
 
 def test_replicated_tables_and_their_cost() -> None:
-    lines = section(str(program("refusing")), "Replicated: 4 tables on every rank, as dense parameters")
-    assert lines[0] == "  576 B on each of 4 ranks; at most 576 B of gradients all-reduced in every step"
+    lines = section(str(program("refusing")), "Replicated: 3 tables on every rank, as dense parameters")
+    assert lines[0] == "  400 B on each of 4 ranks; at most 400 B of gradients all-reduced in every step"
     assert "  tied.weight, 176 B" in lines
     assert any("it is also used as a weight here" in line for line in lines)
     assert "Replicated" not in str(program("per field"))
@@ -62,7 +62,7 @@ def test_a_frozen_table_costs_no_gradients() -> None:
         if isinstance(module, nn.Embedding):
             module.weight.requires_grad_(False)
     text = str(towerize(model, Topology(2, 2), example_inputs=CASES["refusing"].example()))
-    assert section(text, "Replicated")[0] == "  576 B on each of 4 ranks; frozen, so no gradients"
+    assert section(text, "Replicated")[0] == "  400 B on each of 4 ranks; frozen, so no gradients"
 
 
 def test_many_replicated_tables_are_folded() -> None:

@@ -14,7 +14,8 @@ from torch import fx, nn
 from ..errors import source_location
 from ..exchange import Exchange, IdExchange
 from ..graphs import EXTRAS
-from ..runtime.pooled import JoinColumns, MakeOutput, Pack, PeerPermute, RankLookups, RestoreColumns, TowerLookups
+from ..runtime.pooled import JoinColumns, MakeOutput, Pack, PeerPermute, RestoreColumns
+from ..runtime.tables import RankLookups, TowerLookups
 from ..stage import ALL_TO_ALL, PASS, STEP, WAIT, Stage
 from .facts import IdsFacts, RowsFacts, Share, ids_facts, rows_facts, share
 from .words import counted, cut, listed

@@ -14,7 +14,8 @@ from ..adapters import torchrec as torchrec_adapter
 from ..adapters import torchrec_sequences
 from ..errors import DmtError, InputError, VerificationError
 from ..graphs import clone_sharing_tensors, clone_with_parameters
-from ..runtime.ids import Bag, LocalBags, MakeRequest
+from ..runtime.ids import MakeRequest
+from ..runtime.select import Bag, LocalBags
 from ..stage import Stage
 from .certificate import Certificate, Check
 from .cluster import Inputs, simulate

@@ -13,8 +13,8 @@ from ..errors import VerificationError
 from ..graphs import clone_sharing_tensors, clone_with_parameters, extras_of
 from ..lookups import Lookup, LookupOutput
 from ..runtime.base import RankContext
-from ..runtime.ids import Bag
-from ..runtime.pooled import TowerLookups, pool_sequence
+from ..runtime.select import Bag
+from ..runtime.tables import TowerLookups, pool_sequence
 from ..stage import Stage
 from .cluster import Inputs, simulate
 from .compare import bits_differ

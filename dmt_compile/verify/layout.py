@@ -22,8 +22,10 @@ from ..errors import VerificationError, at
 from ..exchange import Block, Exchange
 from ..lookups import LookupSet
 from ..plan import TowerPlan
-from ..runtime.ids import CountIds, MakeRequest, ReadIds, ReadSizes, RouteIds, SelectIds, UnpackIds
-from ..runtime.pooled import ExchangeRows, MakeOutput, Pack, PeerPermute, RankLookups, RestoreColumns, Shuffle, Splits, Unpack
+from ..runtime.ids import CountIds, MakeRequest, ReadSizes, RouteIds, UnpackIds
+from ..runtime.pooled import ExchangeRows, MakeOutput, Pack, PeerPermute, RestoreColumns, Shuffle, Splits, Unpack
+from ..runtime.select import ReadIds, SelectIds
+from ..runtime.tables import RankLookups
 from ..stage import ALL_TO_ALL, PASS, WAIT, Stage
 from .values import Blocks, Buffer, Columns, Ids, InFlight, Packed, Routed, Rows, Sizes
 

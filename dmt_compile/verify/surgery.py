@@ -13,8 +13,10 @@ from torch import fx, nn
 from ..errors import VerificationError, at
 from ..graphs import copy_graph, extras_of, graph_module_over
 from ..lookups import Lookup
-from ..runtime.ids import Bag, GlobalBags, LocalBags, UnpackIds
-from ..runtime.pooled import MakeOutput, RankLookups, RestoreColumns, TowerLookups
+from ..runtime.ids import GlobalBags, UnpackIds
+from ..runtime.pooled import MakeOutput, RestoreColumns
+from ..runtime.select import Bag, LocalBags
+from ..runtime.tables import RankLookups, TowerLookups
 from ..stage import PASS, Stage
 from .cluster import GIVEN
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..exchange import Block, Exchange
-from ..runtime.ids import SelectIds
+from ..runtime.select import SelectIds
 
 
 @dataclass(frozen=True)
