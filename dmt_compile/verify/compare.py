@@ -164,11 +164,6 @@ def tolerance(dtype: torch.dtype, sums: int = 1) -> float:
     return 128 * sums * torch.finfo(dtype).eps
 
 
-# The bias of a layer before a batch norm has no gradient at all, and the noise there is as large as what cancels: as the
-# gradients of the layers around it, or larger where the samples of a rank are few and alike.
-_FLOOR = 128
-
-
 def furthest(
     found: Mapping[str, torch.Tensor | None],
     expected: Mapping[str, torch.Tensor | None],
@@ -181,10 +176,10 @@ def furthest(
     what was summed up in the expected tensors, ``sums`` how many times more terms there were than :func:`tolerance` allows
     for: rounding is relative to both. A gradient that is zero in
     exact arithmetic (a bias before a softmax, what goes into the batch norm of two samples) is nothing but rounding of terms
-    that cancel inside a rank, so each may also be off by 128 units in the last place of the largest gradient of all.
+    that cancel inside a rank, so each may also be off by 32 units in the last place of the largest gradient of all.
     """
     terms, sums = terms or {}, sums or {}
-    floor = _FLOOR * _common_scale([*expected.values(), *terms.values()])
+    floor = 32 * _common_scale([*expected.values(), *terms.values()])
     ratios: dict[str, float] = {}
     for key in expected.keys() | found.keys():
         a, b = found.get(key), expected.get(key)
@@ -235,7 +230,8 @@ def furthest_change(
     :func:`cancellation` says of the gradients: whatever the optimizer makes of a gradient, an update is
     no more exact than it. That is too little to hide an update that is missing or scaled.
     """
-    floor = _FLOOR * _common_scale(expected[key].detach().double() - was.detach().double() for key, was in start.items())
+    # The noise of a gradient that is zero in exact arithmetic (a bias before a batch norm) is moved by in every step.
+    floor = 128 * _common_scale(expected[key].detach().double() - was.detach().double() for key, was in start.items())
     cancelled = cancelled or {}
     ratios: dict[str, float] = {}
     for key, was in start.items():
