@@ -14,7 +14,7 @@ from .capture import Captured
 from .errors import CaptureError
 from .graphs import keys_read
 from .lookups import LookupSet
-from .observe import ExampleInputs, observe
+from .observe import Inputs, observe
 from .shapes import SHAPE
 from .verify.deal import Layout
 
@@ -28,22 +28,22 @@ class Analysis:
     layout: Layout
 
 
-def analyse(captured: Captured, example_inputs: ExampleInputs | None) -> Mapping[bool, Analysis]:
+def analyse(captured: Captured, inputs: Inputs | None) -> Mapping[bool, Analysis]:
     """Find every embedding lookup of a captured model, for training mode (True) and for evaluation mode.
 
     Raises:
-        CaptureError: there is none that towers could serve, plain lookups were found and ``example_inputs`` is missing, or the
-            two modes do not look up the same tables in the same way.
+        CaptureError: there is none that towers could serve, plain lookups were found and example ``inputs`` (args, kwargs) are
+            missing, or the two modes do not look up the same tables in the same way.
     """
     training, evaluation = captured.graphs[True], captured.graphs[False]
     if training is evaluation:
-        only = _analyse(training, captured.root, example_inputs, {})
+        only = _analyse(training, captured.root, inputs, {})
         return {True: only, False: only}
-    both = {mode: _analyse(graph, captured.root, example_inputs, {}) for mode, graph in captured.graphs.items()}
+    both = {mode: _analyse(graph, captured.root, inputs, {}) for mode, graph in captured.graphs.items()}
     kept = {**both[True].replicated, **both[False].replicated}
     if set(both[True].replicated) != set(both[False].replicated):
         # What one mode must have on every rank stays there in the other.
-        both = {mode: _analyse(graph, captured.root, example_inputs, kept) for mode, graph in captured.graphs.items()}
+        both = {mode: _analyse(graph, captured.root, inputs, kept) for mode, graph in captured.graphs.items()}
     _refuse_other_lookups(both[True].lookups, both[False].lookups)
     return both
 
@@ -61,15 +61,15 @@ def _refuse_other_lookups(training: LookupSet, evaluation: LookupSet) -> None:
             )
 
 
-def _analyse(flat: fx.GraphModule, root: nn.Module, example_inputs: ExampleInputs | None, keep: Mapping[str, str]) -> Analysis:
+def _analyse(flat: fx.GraphModule, root: nn.Module, inputs: Inputs | None, keep: Mapping[str, str]) -> Analysis:
     lookups = torchrec.find_collections(flat)
     calls = plain_calls.find_calls(flat)
     certain = [call for call in calls if not call.indexing]
     names = tuple(str(node.target) for node in flat.graph.nodes if node.op == "placeholder")
     layout = Layout(names, plain_calls.ragged_inputs(calls), keys_read(flat.graph))
     replicated: dict[str, str] = {}
-    if example_inputs is not None:
-        observed = observe(flat, root, calls, example_inputs, layout)
+    if inputs is not None:
+        observed = observe(flat, root, calls, inputs, layout)
         for node in flat.graph.nodes:
             if node.name in observed.shapes:
                 node.meta[SHAPE] = observed.shapes[node.name]

@@ -20,6 +20,7 @@ from .verify.cluster import placeholders
 from .verify.deal import Layout, batch_size, deal_sizes
 
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,25 @@ class Observed:
     dtypes: Mapping[str, torch.dtype]
 
 
-def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as (args, kwargs): a tuple or list is positional, a dict is by keyword."""
+def split_inputs(example_inputs: ExampleInputs | None, example_kwargs: Mapping[str, Any] | None) -> Inputs | None:
+    """Example inputs as (args, kwargs): a tuple or list is positional, a dict is by keyword; None if there are none."""
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise CaptureError(f"example_kwargs must be a dict of keyword arguments, got {type(example_kwargs).__name__}")
+    if example_inputs is None:
+        return ((), dict(example_kwargs)) if example_kwargs is not None else None
     if isinstance(example_inputs, Mapping):
+        if example_kwargs is not None:
+            raise CaptureError("example_inputs is a dict of keyword arguments: give them all in it, or positional ones in a tuple")
         return (), dict(example_inputs)
     if isinstance(example_inputs, tuple | list):
-        return tuple(example_inputs), {}
+        return tuple(example_inputs), dict(example_kwargs or {})
     raise CaptureError(
         f"example_inputs must be a tuple of positional arguments or a dict of keyword arguments, "
         f"got {type(example_inputs).__name__}"
     )
 
 
-def observe(
-    flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.Call], example_inputs: ExampleInputs, layout: Layout
-) -> Observed:
+def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.Call], inputs: Inputs, layout: Layout) -> Observed:
     """See the ids, offsets and results of plain lookups, and the shapes of all tensors.
 
     Raises:
@@ -76,7 +81,7 @@ def observe(
     calls = list(calls)
     read = {node.name for call in calls for node in call.reads}
     names = read | {call.node.name for call in calls}
-    args, kwargs = split_inputs(example_inputs)
+    args, kwargs = inputs
     batch = batch_size(args, kwargs, layout)
     if batch < 1:
         raise CaptureError("example_inputs must hold at least one sample")

@@ -14,7 +14,7 @@ from .capture import Captured, capture
 from .errors import PlanError
 from .graphs import clone_sharing_tensors, copy_graph, deepcopy_values, extras_of, graph_module_over
 from .lookups import LookupSet
-from .observe import ExampleInputs, split_inputs
+from .observe import ExampleInputs, Inputs, split_inputs
 from .partition import make_plan
 from .plan import TowerPlan
 from .stage import Stage
@@ -40,21 +40,23 @@ def towerize(
     towers: int | Sequence[Sequence[str]] | TowerPlan | None = None,
     partition: str = "balanced",
     example_inputs: ExampleInputs | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
 ) -> TowerProgram:
     """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
 
     The model is not changed and none of its tensors is copied; it may live on the meta device.
 
     Args:
-        model: an ``nn.Module`` that reads its tables through TorchRec ``EmbeddingBagCollection`` modules, ``nn.Embedding``,
-            ``nn.EmbeddingBag`` or their functional forms.
+        model: an ``nn.Module`` that reads its tables through TorchRec ``EmbeddingBagCollection`` or ``EmbeddingCollection``
+            modules, ``nn.Embedding``, ``nn.EmbeddingBag``, their functional forms, or by indexing a parameter.
         topology: hosts and ranks per host.
         towers: None for one tower per host; a number; one list of feature names per tower; or a :class:`TowerPlan`.
         partition: how tables are spread where ``towers`` leaves it open: "balanced" evens out lookup cost and memory, "strided"
             deals them in turn (the paper's naive assignment).
         example_inputs: one batch as ``forward`` takes it, a tuple of positional or a dict of keyword arguments. Needed to spread
-            plain PyTorch embeddings, whose ids are tensors of any shape; only shapes are read, from one forward in evaluation
-            mode on a clone.
+            what is no ``EmbeddingBagCollection``, and to show where features mix. A clone runs on it in evaluation mode several
+            times: on the batch, on its halves, and with zeros and ones in place of its values.
+        example_kwargs: keyword arguments beside positional ``example_inputs``.
 
     Raises:
         CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.
@@ -64,16 +66,17 @@ def towerize(
     """
     if not isinstance(topology, Topology):
         raise PlanError(f"topology must be a dmt_compile.Topology, got {type(topology).__name__}")
-    captured = capture(model, split_inputs(example_inputs) if example_inputs is not None else None)
-    analyses = analyse(captured, example_inputs)
+    inputs = split_inputs(example_inputs, example_kwargs)
+    captured = capture(model, inputs)
+    analyses = analyse(captured, inputs)
     plan = make_plan(analyses[True].lookups, topology, towers, partition)
-    return TowerProgram(captured, analyses, plan, _few(example_inputs, analyses))
+    return TowerProgram(captured, analyses, plan, _few(inputs, analyses))
 
 
-def _few(example_inputs: ExampleInputs | None, analyses: Mapping[bool, Analysis]) -> Any:
+def _few(inputs: Inputs | None, analyses: Mapping[bool, Analysis]) -> Any:
     from .interactions import few_samples
 
-    return few_samples(*split_inputs(example_inputs), analyses[True].layout) if example_inputs is not None else None
+    return few_samples(*inputs, analyses[True].layout) if inputs is not None else None
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_inputs_of_different_sizes() -> None:
 @pytest.mark.parametrize(
     ("name", "example", "message"),
     [
-        ("one table", None, r"reads plain torch embeddings: pass example_inputs=\(\.\.\.\), one batch as forward takes it"),
+        ("one table", None, r"reads plain torch embeddings, or rows that are not pooled: pass example_inputs=\(\.\.\.\), one batch as forward takes it"),
         ("one table", ones(3, 4), "must be a tuple of positional arguments or a dict of keyword arguments, got Tensor"),
         ("one table", (ones(0, 4),), "must hold at least one sample"),
         ("one table", (ones(3, 4), ones(3, 4)), "do not fit forward: .* takes no further positional argument"),
@@ -134,6 +134,31 @@ def test_example_inputs_without_a_batch() -> None:
         towerize(CASES["one table"].build(), GRID, example_inputs=())
     with pytest.raises(InputError, match=r"has no batch\['history'\]"):
         towerize(CASES["history"].build(), GRID, example_inputs=({"item": ones(3), "user": ones(3)},))
+
+
+class Both(nn.Module):
+    """An argument by position only, one by keyword only, and any others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Embedding(BIG, 2), nn.Embedding(BIG, 2), nn.Embedding(BIG, 2)
+
+    def forward(self, x: torch.Tensor, /, *more: torch.Tensor, y: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(y) + self.c(more[0]) * self.c(named["z"])
+
+
+def test_positional_and_keyword_arguments() -> None:
+    args, kwargs = (ones(6), ones(6)), {"y": ones(6), "z": ones(6)}
+    compiled = towerize(Both(), GRID, example_inputs=args, example_kwargs=kwargs)
+    assert set(compiled.lookups.table) == {"a", "b", "c"}
+    args, kwargs = (ones(9), ones(9)), {"y": ones(9), "z": ones(9)}
+    certificate = compiled.verify(*args, **kwargs)
+    assert certificate.passed, str(certificate)
+    assert len(compiled.simulate(*args, **kwargs)) == 4
+    with pytest.raises(CaptureError, match="example_inputs is a dict of keyword arguments"):
+        towerize(Both(), GRID, example_inputs=kwargs, example_kwargs=kwargs)
+    with pytest.raises(CaptureError, match="example_kwargs must be a dict"):
+        towerize(Both(), GRID, example_inputs=args, example_kwargs=args)  # type: ignore[arg-type]
 
 
 def test_example_inputs_change_nothing() -> None:
