@@ -109,7 +109,7 @@ def test_inputs_of_different_sizes() -> None:
 @pytest.mark.parametrize(
     ("name", "example", "message"),
     [
-        ("one table", None, r"reads plain torch embeddings, or rows that are not pooled: pass example_inputs=\(\.\.\.\), one batch as forward takes it"),
+        ("one table", None, r"rows that are not pooled: pass example_inputs=\(\.\.\.\), one batch as forward takes it"),
         ("one table", ones(3, 4), "must be a tuple of positional arguments or a dict of keyword arguments, got Tensor"),
         ("one table", (ones(0, 4),), "must hold at least one sample"),
         ("one table", (ones(3, 4), ones(3, 4)), "do not fit forward: .* takes no further positional argument"),
