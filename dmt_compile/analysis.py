@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -15,7 +15,8 @@ from .errors import CaptureError
 from .graphs import keys_read
 from .lookups import LookupSet
 from .observe import Inputs, observe
-from .shapes import SHAPE
+from .rounds import in_rounds
+from .shapes import SHAPE, STORAGE, WRITES
 from .verify.deal import Layout
 
 
@@ -37,15 +38,32 @@ def analyse(captured: Captured, inputs: Inputs | None) -> Mapping[bool, Analysis
     """
     training, evaluation = captured.graphs[True], captured.graphs[False]
     if training is evaluation:
-        only = _analyse(training, captured.root, inputs, {})
+        only = _analyse(training, captured.root, inputs, {}, ())
         return {True: only, False: only}
-    both = {mode: _analyse(graph, captured.root, inputs, {}) for mode, graph in captured.graphs.items()}
-    kept = {**both[True].replicated, **both[False].replicated}
-    if set(both[True].replicated) != set(both[False].replicated):
-        # What one mode must have on every rank stays there in the other.
-        both = {mode: _analyse(graph, captured.root, inputs, kept) for mode, graph in captured.graphs.items()}
-    _refuse_other_lookups(both[True].lookups, both[False].lookups)
-    return both
+    kept: Mapping[str, str] = {}
+    plainly: set[str] = set()
+    while True:
+        both = {mode: _analyse(graph, captured.root, inputs, kept, plainly) for mode, graph in captured.graphs.items()}
+        mine, theirs = both[True], both[False]
+        if set(mine.replicated) != set(theirs.replicated):
+            # What one mode must have on every rank stays there in the other.
+            kept = {**mine.replicated, **theirs.replicated}
+            continue
+        differing = {
+            parameter
+            for parameter in {**mine.lookups.shards, **theirs.lookups.shards}
+            if _treatment(mine.lookups, parameter) != _treatment(theirs.lookups, parameter)
+        }
+        if not differing - plainly:
+            _refuse_other_lookups(mine.lookups, theirs.lookups)
+            return both
+        plainly |= differing
+
+
+def _treatment(lookups: LookupSet, parameter: str) -> set[tuple[object, ...]]:
+    """How a parameter's tables are read."""
+    tables = lookups.shards.get(parameter, ())
+    return {(x.name, x.table, x.pooling, x.dim, x.weighted) for table in tables for x in lookups.lookups_of_table[table.name]}
 
 
 def _refuse_other_lookups(training: LookupSet, evaluation: LookupSet) -> None:
@@ -61,7 +79,9 @@ def _refuse_other_lookups(training: LookupSet, evaluation: LookupSet) -> None:
             )
 
 
-def _analyse(flat: fx.GraphModule, root: nn.Module, inputs: Inputs | None, keep: Mapping[str, str]) -> Analysis:
+def _analyse(
+    flat: fx.GraphModule, root: nn.Module, inputs: Inputs | None, keep: Mapping[str, str], plainly: Collection[str]
+) -> Analysis:
     lookups = torchrec.find_collections(flat)
     calls = plain_calls.find_calls(flat)
     certain = [call for call in calls if not call.indexing]
@@ -71,10 +91,11 @@ def _analyse(flat: fx.GraphModule, root: nn.Module, inputs: Inputs | None, keep:
     if inputs is not None:
         observed = observe(flat, root, calls, inputs, layout)
         for node in flat.graph.nodes:
-            if node.name in observed.shapes:
-                node.meta[SHAPE] = observed.shapes[node.name]
-        found, replicated = plain.find_plain(flat, calls, observed, lookups, keep)
-        lookups = lookups + found
+            for key, found in ((SHAPE, observed.shapes), (STORAGE, observed.storage), (WRITES, observed.writes)):
+                if node.name in found:
+                    node.meta[key] = found[node.name]
+        plain_lookups, replicated = plain.find_plain(flat, calls, observed, lookups, keep, plainly)
+        lookups = lookups + plain_lookups
     elif certain and not lookups.lookups:
         raise CaptureError(
             "the model reads plain torch embeddings, or rows that are not pooled: pass example_inputs=(...), one batch as forward "
@@ -85,7 +106,7 @@ def _analyse(flat: fx.GraphModule, root: nn.Module, inputs: Inputs | None, keep:
         replicated = dict.fromkeys((call.parameter for call in certain), why)
     if not lookups.lookups:
         _refuse(flat, replicated)
-    return Analysis(lookups, replicated, layout)
+    return Analysis(in_rounds(flat.graph, lookups), replicated, layout)
 
 
 def _refuse(flat: fx.GraphModule, replicated: Mapping[str, str]) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,31 +27,34 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class Seen:
     """A tensor of the graph: its shape for the whole example batch and for half of it, its type, and its values if it holds ids.
 
-    ``probes`` are its values where all inputs are zero (and jagged ones longer), and where all are one; None where the graph does
-    not run on these or where the tensor depends on a lookup.
+    ``varies`` tells whether the number of its elements depends on the values of the inputs.
     """
 
     shape: tuple[int, ...]
     fewer: tuple[int, ...]
     dtype: torch.dtype
     values: torch.Tensor | None
-    probes: tuple[torch.Tensor, torch.Tensor] | None
-
-    @property
-    def varies(self) -> bool:
-        """Whether the number of its elements depends on the values of the inputs."""
-        return self.probes is not None and any(probe.shape != self.shape for probe in self.probes)
+    varies: bool
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What was seen on ``batch`` samples, and on ``fewer``, by node; ``shapes`` and ``dtypes`` are those of all tensors."""
+    """What was seen on ``batch`` samples, and on ``fewer``, by node.
+
+    ``shapes`` and ``dtypes`` are those of all tensors. ``values`` are those of everything that ids are computed from, and
+    ``constants`` the tensors among them that are the same for all inputs. ``storage`` numbers the memory of every tensor, and
+    ``writes`` says into which of it a node writes.
+    """
 
     batch: int
     fewer: int
     tensors: Mapping[str, Seen]
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
+    values: Mapping[str, Any]
+    constants: Mapping[str, torch.Tensor]
+    storage: Mapping[str, int]
+    writes: Mapping[str, frozenset[int]]
 
 
 def split_inputs(example_inputs: ExampleInputs | None, example_kwargs: Mapping[str, Any] | None) -> Inputs | None:
@@ -90,62 +93,120 @@ def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.C
     torchrec_adapter.accept_empty_batches(clone)
     module = graph_module_over(clone, flat.graph, extras_of(flat), "Recorder")
     plain_calls.copy_tables_that_reading_changes(module, calls)
-    full = _run(module, names, args, kwargs)
+    closure = _leads_to(module.graph, read, {call.node for call in calls})
+    full = _run(module, args, kwargs, names | {node.name for node in closure})
     fewer = batch // 2
     first_half, second_half = deal_sizes(args, kwargs, [fewer, batch - fewer], layout)
     try:
-        half = _run(module, names, *first_half)
+        half = _run(module, *first_half, names)
     except CaptureError as error:
         if fewer:
             raise
         raise CaptureError("example_inputs must hold at least two samples: the model does not run on none of them") from error
-    rest = _run(module, set(), *second_half)
+    rest = _run(module, *second_half, set())
     runs = ((batch, full.shapes), (fewer, half.shapes), (batch - fewer, rest.shapes))
     shapes = {name: fit([(size, own[name]) for size, own in runs if name in own]) for name in full.shapes}
-    zeros, ones = (_probe(module, calls, read, args, kwargs, value) for value in (0, 1))
+    probes = [_probe(module, closure, *inputs, value) for value in (0, 1)]
     tensors = {}
     for name, value in full.tensors.items():
-        if name in half.tensors:
-            probes = (zeros[name], ones[name]) if name in zeros and name in ones else None
+        if name in names and name in half.tensors:
+            varies = any(name in probe and probe[name].shape != value.shape for probe in probes) or name in full.of_data_size
             kept = value if name in read and not value.dtype.is_floating_point else None
-            tensors[name] = Seen(tuple(value.shape), tuple(half.tensors[name].shape), value.dtype, kept, probes)
-    known = {name: shape for name, shape in shapes.items() if shape is not None}
-    return Observed(batch, fewer, tensors, known, full.dtypes)
+            tensors[name] = Seen(tuple(value.shape), tuple(half.tensors[name].shape), value.dtype, kept, varies)
+    leading = {node.name for node in closure}
+    return Observed(
+        batch,
+        fewer,
+        tensors,
+        {name: shape for name, shape in shapes.items() if shape is not None},
+        full.dtypes,
+        {name: value for name, value in full.values.items() if name in leading},
+        _constants(full.tensors, probes),
+        full.storage,
+        full.writes,
+    )
+
+
+def _constants(tensors: Mapping[str, torch.Tensor], probes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors that are the same whatever the inputs are."""
+    found = {}
+    for name, value in tensors.items():
+        others = [probe[name] for probe in probes if name in probe]
+        if len(others) == len(probes) and all(_same(value, other) for other in others):
+            found[name] = value
+    return found
+
+
+def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return not value.is_meta and not other.is_meta and value.dtype == other.dtype and torch.equal(value, other)
+
+
+# Operators whose result has as many elements as the data says.
+_OF_DATA_SIZE = ("nonzero", "masked_select", "unique", "unique_consecutive", "repeat_interleave", "argwhere")
 
 
 class _Recorder(fx.Interpreter):
-    """Keeps the tensors of some nodes and the shapes of all; of nodes in ``skipped`` it runs nothing."""
+    """Sees what all nodes yield, and keeps it of nodes called ``kept``; of nodes in ``skipped`` it runs nothing."""
 
-    def __init__(self, module: fx.GraphModule, names: set[str], given: Mapping[fx.Node, Any], skipped: set[fx.Node]) -> None:
+    def __init__(self, module: fx.GraphModule, given: Mapping[fx.Node, Any], kept: set[str], skipped: set[fx.Node]) -> None:
         super().__init__(module)
-        self.names = names
         self.given = given
+        self.kept = kept
         self.skipped = skipped
-        self.tensors: dict[str, torch.Tensor] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self.values: dict[str, Any] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.of_data_size: set[str] = set()
+        self.storage: dict[str, int] = {}
+        self.writes: dict[str, frozenset[int]] = {}
+        self._numbers: dict[int, int] = {}
+        # Memory that is written to must not be freed: used again, it would look like memory that is shared.
+        self._written: list[torch.Tensor] = []
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.skipped:
             return None
+        used = [value for value in (self.env.get(node) for node in n.all_input_nodes) if isinstance(value, torch.Tensor)]
+        versions = [value._version for value in used]
         value = self.given[n] if n.op == "placeholder" else super().run_node(n)
+        written = [one for one, version in zip(used, versions, strict=True) if one._version != version]
+        if written:
+            self.writes[n.name] = frozenset(map(self._number, written))
+            self._written.extend(written)
+        if n.name in self.kept:
+            self.values[n.name] = value
+        if self._has_data_size(n, used) or any(node.name in self.of_data_size for node in n.all_input_nodes):
+            self.of_data_size.add(n.name)
         if isinstance(value, torch.Tensor) and not value.is_nested:
             self.shapes[n.name] = tuple(value.shape)
             self.dtypes[n.name] = value.dtype
-            if n.name in self.names:
+            self.storage[n.name] = self._number(value)
+            if n.name in self.kept:
                 self.tensors[n.name] = value.detach()
         return value
 
+    def _number(self, value: torch.Tensor) -> int:
+        # By the storage object, because tensors on the meta device all have the address 0.
+        return self._numbers.setdefault(value.untyped_storage()._cdata, len(self._numbers))
+
+    @staticmethod
+    def _has_data_size(n: fx.Node, used: Sequence[torch.Tensor]) -> bool:
+        name = getattr(n.target, "__name__", str(n.target)).partition(".")[0]
+        if name in _OF_DATA_SIZE:
+            return True
+        return name in ("getitem", "index") and any(value.dtype in (torch.bool, torch.uint8) for value in used[1:])
+
 
 def _run(
-    module: fx.GraphModule, names: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], skipped: set[fx.Node] | None = None
+    module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], kept: set[str], skipped: set[fx.Node] | None = None
 ) -> _Recorder:
     try:
         given = placeholders(module.graph, args, kwargs)
     except TypeError as error:
         hint = " (a dict holds keyword arguments: write (batch,) for a forward that takes one dict)" if kwargs and not args else ""
         raise CaptureError(f"example_inputs do not fit forward: {error}{hint}") from None
-    recorder = _Recorder(module, names, given, skipped or set())
+    recorder = _Recorder(module, given, kept, skipped or set())
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             recorder.run(enable_io_processing=False)
@@ -155,26 +216,26 @@ def _run(
     return recorder
 
 
-def _probe(
-    module: fx.GraphModule,
-    calls: Iterable[plain_calls.Call],
-    names: set[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    value: int,
-) -> dict[str, torch.Tensor]:
-    """The tensors ``names`` with every tensor of the inputs filled with ``value``, as far as they do not depend on a lookup."""
-    behind: set[fx.Node] = {call.node for call in calls}
-    for node in module.graph.nodes:
+def _leads_to(graph: fx.Graph, names: set[str], calls: set[fx.Node]) -> set[fx.Node]:
+    """The nodes called ``names`` and all that they are computed from, as far as they do not depend on one of ``calls``."""
+    behind = set(calls)
+    for node in graph.nodes:
         if any(used in behind for used in node.all_input_nodes):
             behind.add(node)
-    wanted = {node for node in module.graph.nodes if node.name in names and node not in behind}
-    needed, stack = set(wanted), list(wanted)
-    while stack:
-        for used in stack.pop().all_input_nodes:
-            if used not in needed:
-                needed.add(used)
-                stack.append(used)
+    waiting = [node for node in graph.nodes if node.name in names and node not in behind]
+    found = set(waiting)
+    while waiting:
+        for used in waiting.pop().all_input_nodes:
+            if used not in found:
+                found.add(used)
+                waiting.append(used)
+    return found
+
+
+def _probe(
+    module: fx.GraphModule, needed: set[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any], value: int
+) -> Mapping[str, torch.Tensor]:
+    """The tensors of the nodes ``needed`` with every tensor of the inputs filled with ``value``."""
 
     def filled(leaf: Any) -> Any:
         if torchrec_adapter.is_jagged(leaf):
@@ -183,8 +244,7 @@ def _probe(
 
     probe_args, probe_kwargs = tree_map(filled, (args, kwargs), is_leaf=torchrec_adapter.is_jagged)
     skipped = {node for node in module.graph.nodes if node not in needed and node.op != "placeholder"}
-    found: dict[str, torch.Tensor] = {}
     # The inputs are not real ones: nothing says that the model can take them.
     with suppress(CaptureError):
-        found = _run(module, {node.name for node in wanted}, probe_args, probe_kwargs, skipped).tensors
-    return found
+        return _run(module, probe_args, probe_kwargs, {node.name for node in needed}, skipped).tensors
+    return {}

@@ -257,7 +257,8 @@ class TowerProgram(nn.Module):
             process_group: the ranks to run on, by default all; their number must be the topology's world size.
             device: where parameters on the meta device are materialised.
             timeout: of every exchange; by default the process group's.
-            check_ids: refuse ids outside their table before they are sent (one pass over the ids).
+            check_ids: refuse ids outside their table before they are sent (one pass over the ids). Always done in a program
+                whose tables are parts of a parameter.
             find_unused_parameters: as for DistributedDataParallel, for models that do not use every dense layer in every step.
 
         Raises:

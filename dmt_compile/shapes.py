@@ -1,4 +1,4 @@
-"""Shapes of tensors as the graph records them: numbers, and sizes that grow with the number of samples."""
+"""What the graph records of its tensors: shapes, as numbers and multiples of the number of samples, and what memory they share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 SHAPE = "dmt_shape"
 """Meta key of nodes whose value is a tensor: its :data:`Shape`, seen on example inputs."""
+
+
+STORAGE = "dmt_storage"
+"""Meta key of nodes whose value is a tensor: the number of its memory, which views of it share."""
+
+WRITES = "dmt_writes"
+"""Meta key of nodes that write to their arguments: the numbers of the memory that they write to."""
 
 
 @dataclass(frozen=True)

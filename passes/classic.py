@@ -104,4 +104,5 @@ def _routing(lookups: LookupSet, plan: TowerPlan, number: int) -> tuple[SelectId
     id_dtype = torch.int32 if narrow else torch.int64
     world = plan.topology.world_size
     exchange = IdExchange(world, tuple(counts), tuple(weighted_per_rank), id_dtype, lookups.unit, number)
-    return SelectIds(entries, weighted, limits, lookups.sources), exchange, bag_of
+    partial = any(len(tables) > 1 for tables in lookups.shards.values())
+    return SelectIds(entries, weighted, limits, lookups.sources, partial), exchange, bag_of

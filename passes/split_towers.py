@@ -24,7 +24,7 @@ from dmt_compile.lookups import LookupSet
 from dmt_compile.runtime.pooled import JoinColumns, MakeOutput
 from dmt_compile.runtime.select import LocalBags, ReadIds, SelectIds
 from dmt_compile.runtime.tables import TowerLookups
-from dmt_compile.shapes import SHAPE
+from dmt_compile.shapes import SHAPE, STORAGE, WRITES
 from dmt_compile.stage import Stage
 
 from .base import Draft, GraphPass
@@ -77,7 +77,13 @@ def _split(draft: Draft, number: int, lookups: LookupSet, made_before: Mapping[s
     nodes = {node.name: node for node in draft.graph.nodes} | dict(made_before)
     calls = [nodes[output.node] for output in lookups.outputs]
     sources = [[nodes[name] for name in source.nodes] for source in lookups.sources]
-    first = calls[0]
+    inner = [[nodes[name] for name in output.inner] for output in lookups.outputs]
+    place = {node: index for index, node in enumerate(draft.graph.nodes)}
+    first = min((node for call, own in zip(calls, inner, strict=True) for node in (call, *own)), key=lambda node: place[node])
+    for lookup in lookups.lookups:
+        own = [*inner[lookup.output], calls[lookup.output]]
+        for node in sources[lookup.source]:
+            _refuse_writes(draft.graph, place, first, node, next((user for user in own if node in user.all_input_nodes), own[-1]))
     _move_before(draft.graph, first, [node for group in sources for node in group])
 
     entry_of = lookups.bag_of
@@ -105,8 +111,8 @@ def _split(draft: Draft, number: int, lookups: LookupSet, made_before: Mapping[s
         result[output.node] = made
         if SHAPE in call.meta:
             made.meta[SHAPE] = call.meta[SHAPE]
-    inner = [nodes[name] for output in lookups.outputs for name in output.inner]
-    for call in reversed([node for node in draft.graph.nodes if node in {*calls, *inner}]):
+    replaced = {*calls, *(node for own in inner for node in own)}
+    for call in reversed([node for node in draft.graph.nodes if node in replaced]):
         weights = [used for used in call.all_input_nodes if used.op == "get_attr"]
         draft.erase(call)
         for weight in weights:
@@ -115,8 +121,25 @@ def _split(draft: Draft, number: int, lookups: LookupSet, made_before: Mapping[s
     return result
 
 
-def _move_before(graph: fx.Graph, anchor: fx.Node, sources: list[fx.Node]) -> None:
-    """Move everything that ``sources`` need, and that now stands behind ``anchor``, in front of it, in the same order."""
+def _refuse_writes(graph: fx.Graph, place: Mapping[fx.Node, int], first: fx.Node, source: fx.Node, reader: fx.Node) -> None:
+    """Ids are read before the round's first lookup: nothing may write to them between there and where the model reads them."""
+    writers = [node for node in graph.nodes if WRITES in node.meta and place[first] < place.get(node, -1) < place[reader]]
+    if not writers:
+        return
+    needed = _closure([source])
+    for writer in writers:
+        written: frozenset[int] = writer.meta[WRITES]
+        moved = [node for node in needed if place.get(node, -1) > place[writer] or node is writer]
+        read = {source, *(used for node in moved for used in node.all_input_nodes)}
+        if any(node.meta.get(STORAGE) in written for node in read):
+            raise PassError(
+                f"{at(writer)} writes to what the lookup of {at(reader)} reads after another lookup: all ids are read before the "
+                "first lookup, so write to a copy (x = x.clone()), or before the first lookup"
+            )
+
+
+def _closure(sources: list[fx.Node]) -> set[fx.Node]:
+    """``sources`` and all that they are computed from."""
     needed: set[fx.Node] = set()
     stack = list(sources)
     while stack:
@@ -124,6 +147,12 @@ def _move_before(graph: fx.Graph, anchor: fx.Node, sources: list[fx.Node]) -> No
         if node not in needed:
             needed.add(node)
             stack.extend(node.all_input_nodes)
+    return needed
+
+
+def _move_before(graph: fx.Graph, anchor: fx.Node, sources: list[fx.Node]) -> None:
+    """Move everything that ``sources`` need, and that now stands behind ``anchor``, in front of it, in the same order."""
+    needed = _closure(sources)
     behind = False
     for node in list(graph.nodes):
         if node is anchor:

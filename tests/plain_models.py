@@ -387,6 +387,28 @@ class Indexed(nn.Module):
         return torch.cat(taken, dim=1).sum(1, keepdim=True) + self.bias[:1] + self.bias[torch.tensor([1, 2])].sum()
 
 
+class PooledLate(nn.Module):
+    """Rows that are pooled behind layers that need another lookup, weights without gradients, and ids of two samples in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.user, self.pair = nn.Embedding(BIG, 4), nn.Embedding(BIG, 4), nn.Embedding(BIG, 2)
+        self.still = nn.EmbeddingBag(BIG, 2, mode="sum")
+        self.short = nn.EmbeddingBag(BIG, 2, mode="sum", dtype=torch.bfloat16)
+        self.gate, self.top = nn.Linear(4, 4), nn.Linear(12, 1)
+
+    def forward(self, history: torch.Tensor, user: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = self.item(history)
+        gate = torch.sigmoid(self.gate(self.user(user)))
+        weights = (weights * gate[:, :1]).softmax(1)
+        with torch.no_grad():
+            still = self.still(history, per_sample_weights=weights)
+        pooled = (rows * (history > 2).unsqueeze(2)).sum(1) * gate
+        spread = self.pair(torch.cat([user, user]).view(2, -1)).sum(0)
+        short = self.short(history, per_sample_weights=weights.detach().bfloat16()).float()
+        return self.top(torch.cat([pooled, gate, still, short], dim=1)) + spread.sum(1, keepdim=True) + weights[:, :1]
+
+
 class Hashed(nn.Module):
     """Two small tables in place of a large one: bags of quotients and of remainders, with the offsets of the ids that are given."""
 
@@ -507,6 +529,7 @@ CASES = {
     "chained": Case(Chained, lambda draw: (draw.id(BIG, 2), draw.id(BIG, 3))),
     "ragged": Case(Ragged, lambda draw: (draw.id(BIG, 4), draw.id(BIG))),
     "bags of parts": Case(BagsOfParts, lambda draw: (draw.id(BIG, 4),)),
+    "pooled late": Case(PooledLate, lambda draw: (draw.id(BIG, 3), draw.id(BIG), draw.dense(3))),
     "hashed": Case(Hashed, lambda draw: draw.bags(4 * BIG, last=False)),
     "pooled by the model": Case(PooledByTheModel, lambda draw: (draw.id(BIG, 3), draw.dense(3).abs())),
     "indexed": Case(Indexed, lambda draw: (draw.id(BIG, 2), draw.id(BIG))),

@@ -59,7 +59,7 @@ def test_symbolic(name: str) -> None:
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: nn.Module) -> None:
+    def refuse(model: nn.Module, structure: object) -> None:
         raise CaptureError("not now")
 
     monkeypatch.setattr(capture, "_capture_symbolically", refuse)

@@ -92,6 +92,8 @@ def train_on_ranks(name: str, grid: tuple[int, int, int], sizes: list[list[int]]
         ("functional", (2, 2, 2)),
         ("chained", (2, 2, 2)),
         ("pooled by the model", (2, 2, 2)),
+        ("pooled late", (2, 3, 2)),
+        ("hashed", (2, 2, 4)),
         ("ragged", (2, 3, 2)),
         ("bags of parts", (2, 2, 4)),
         ("indexed", (3, 2, 3)),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
 
-from ..observe import Seen
+from ..observe import Observed
 from .plain_calls import Call
 
 
@@ -20,19 +22,19 @@ class Columns:
     highest: tuple[int, ...]
 
 
-def split_rows(calls: Sequence[tuple[Call, Seen]], rows: int) -> tuple[list[int], list[list[int]]] | None:
+def split_rows(calls: Sequence[Call], rows: int, observed: Observed) -> tuple[list[int], list[list[int]]] | None:
     """Cut a parameter of ``rows`` rows into the tables of several fields, where its lookups add a constant to every field's ids.
 
-    ``calls`` are all lookups of the parameter, with what was seen of their ids. The constants are seen where all inputs are zero:
-    they must be the same for every sample, and grow by at most one where all inputs are one. That is evidence and no proof;
-    so ids are checked against their field's rows in every batch, and the example's ids must already lie there.
+    ``calls`` are all lookups of the parameter. Each must add constants, the same for every sample, to ids that are not negative,
+    and do nothing else to them that changes a number. That shows where each field begins, and not where it ends; so ids are
+    checked against their field's rows in every batch, and the example's ids must already lie there.
 
     Returns the first row of each table, and for each call the number of the table that every column of its ids reads (a single
     one if all columns read the same). None if there is but one table.
     """
     found = []
-    for call, seen in calls:
-        columns = _columns(seen)
+    for call in calls:
+        columns = _columns(call, observed)
         if columns is None or (call.pooling != "rows" and len(columns.starts) > 1):
             return None
         found.append(columns)
@@ -49,21 +51,88 @@ def split_rows(calls: Sequence[tuple[Call, Seen]], rows: int) -> tuple[list[int]
     return first, places
 
 
-def _columns(seen: Seen) -> Columns | None:
-    """None unless every sample's ids are the same where all inputs are zero, and grow with the inputs by at most one."""
-    if seen.probes is None or seen.values is None or any(x.is_meta for x in (*seen.probes, seen.values)):
+def _columns(call: Call, observed: Observed) -> Columns | None:
+    """None unless constants are added to the ids, the same ones for every sample."""
+    seen = observed.tensors[call.ids.name]
+    if seen.values is None or seen.values.is_meta or not seen.values.numel() or seen.varies:
         return None
-    zeros, ones = seen.probes
-    if zeros.shape != seen.shape or ones.shape != seen.shape or not zeros.numel():
+    shift = _Shift(observed)
+    try:
+        added = shift.of(call.ids)
+    except (_Unknown, RuntimeError, IndexError, TypeError, ValueError):
+        return None
+    if not shift.adds or not isinstance(added, torch.Tensor) or added.shape != seen.values.shape:
         return None
     columns = seen.shape[-1] if len(seen.shape) > 1 and seen.shape[-1] == seen.fewer[-1] else 1
-    zeros, ones, values = (x.reshape(-1, columns).long() for x in (zeros, ones, seen.values))
-    grows = ones - zeros
-    if not torch.equal(zeros, zeros[:1].expand_as(zeros)) or bool(((grows < 0) | (grows > 1)).any()):
+    added, values = (x.reshape(-1, columns).long() for x in (added, seen.values))
+    if not torch.equal(added, added[:1].expand_as(added)) or bool((values < added).any()):
         return None
-    starts, highest = zeros[0].tolist(), values.amax(0).tolist()
-    if bool((values < zeros).any()):
-        return None
+    starts, highest = added[0].tolist(), values.amax(0).tolist()
     if len(set(starts)) == 1:
         return Columns((starts[0],), (max(highest),))
     return Columns(tuple(starts), tuple(highest))
+
+
+_ADDITIONS = ("add", "iadd", "add_")
+# What moves numbers about and leaves them as they are, or as whole numbers.
+_MOVES = (
+    *("long", "int", "to", "type", "_to_copy", "contiguous", "clone", "detach", "alias", "cpu", "cuda", "lift_fresh_copy"),
+    *("view", "reshape", "flatten", "unsqueeze", "squeeze", "transpose", "t", "permute", "expand", "movedim", "swapaxes"),
+    *("getitem", "select", "slice", "narrow", "unbind", "chunk", "split", "stack", "cat", "concat"),
+)
+
+
+class _Unknown(Exception):
+    """What is added to the ids cannot be told."""
+
+
+class _Shift:
+    """What is added to ids on their way: their value where everything that it is added to is zero."""
+
+    def __init__(self, observed: Observed) -> None:
+        self.observed = observed
+        self.adds = False
+
+    def of(self, node: fx.Node) -> Any:
+        """The ids without what they are added to.
+
+        Raises:
+            _Unknown: they are partly constants.
+        """
+        value = self.observed.values.get(node.name)
+        name = _name(node)
+        if node.name in self.observed.constants:
+            raise _Unknown
+        if name in _ADDITIONS and len(node.args) == 2 and not node.kwargs and isinstance(value, torch.Tensor):
+            self.adds = self.adds or any(not isinstance(arg, fx.Node) or arg.name in self.observed.constants for arg in node.args)
+            left, right = (self._operand(arg) for arg in node.args)
+            return left + right
+        moved = node.all_input_nodes and isinstance(
+            self.observed.values.get(node.all_input_nodes[0].name), torch.Tensor | tuple | list
+        )
+        if name in _MOVES and moved:
+            return _call(node, *fx.node.map_arg((node.args, node.kwargs), self.of))
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+
+    def _operand(self, arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            constant = self.observed.constants.get(arg.name)
+            return constant if constant is not None else self.of(arg)
+        if not isinstance(arg, int):
+            raise _Unknown
+        return arg
+
+
+def _name(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return node.target if node.op == "call_method" else ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name.rpartition("::")[2])
+    return str(getattr(node.target, "__name__", ""))
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -49,11 +49,12 @@ def find_plain(
     observed: Observed,
     others: LookupSet,
     keep: Mapping[str, str] | None = None,
+    plainly: Collection[str] = (),
 ) -> tuple[LookupSet, dict[str, str]]:
     """Every plain lookup of a captured graph that an owner can serve, and for the rest of the tables why they stay replicated.
 
     ``others`` are the graph's lookups of another kind; no lookup or table gets a name of theirs. Tables in ``keep`` stay
-    replicated, for the reason given there.
+    replicated, for the reason given there. Parameters in ``plainly`` are not taken apart, and their rows not pooled by the owner.
     """
     calls = [call for call in calls if not call.indexing or _indexes_by_ids(call, observed)]
     kept = {call.parameter: keep[call.parameter] for call in calls if keep and call.parameter in keep}
@@ -62,18 +63,17 @@ def find_plain(
     behind = _behind(flat, {call.node for call in calls}, {output.node for output in others.outputs})
     for call in calls:
         if call.parameter not in replicated:
-            found = _serve(call, observed, pooled_rows(call, observed, behind))
+            found = _serve(call, observed, None if call.parameter in plainly else pooled_rows(call, observed, behind))
             if isinstance(found, str):
                 replicated[call.parameter] = f"{call.at}: {found}"
             else:
                 served.append(found)
     served = [one for one in served if one.call.parameter not in replicated]
-    rows = _tables(flat, served, observed, {*others.table, *others.lookup})
+    rows = _tables(served, observed, {*others.table, *others.lookup}, plainly)
     # What reads several tables cannot be pooled by the owner of one.
     several = {node for own in rows.values() for node, places in own.places.items() if len(places) > 1}
     served = [one.as_rows if one.as_rows is not None and one.call.node in several else one for one in served]
     served = [replace(one, source=_by_field(one.source, rows[one.call.parameter].places[one.call.node])) for one in served]
-    served = _in_rounds(flat, served, {output.node for output in others.outputs})
     return _lookup_set(served, rows, set(others.lookup)), replicated
 
 
@@ -85,15 +85,13 @@ def _indexes_by_ids(call: Call, observed: Observed) -> bool:
     return seen.shape != seen.fewer or seen.varies
 
 
-def _behind(flat: fx.GraphModule, calls: set[fx.Node], others: set[str]) -> dict[fx.Node, int]:
-    """Nodes that need lookups, and how many, one behind the other."""
-    depth: dict[fx.Node, int] = {}
+def _behind(flat: fx.GraphModule, calls: set[fx.Node], others: set[str]) -> set[fx.Node]:
+    """The nodes that need a lookup."""
+    found: set[fx.Node] = set()
     for node in flat.graph.nodes:
-        behind = max((depth.get(used, 0) for used in node.all_input_nodes), default=0)
-        behind += node in calls or node.name in others
-        if behind:
-            depth[node] = behind
-    return depth
+        if node in calls or node.name in others or any(used in found for used in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _serve(call: Call, observed: Observed, pooled: PooledRows | None) -> _Served | str:
@@ -109,15 +107,17 @@ def _serve(call: Call, observed: Observed, pooled: PooledRows | None) -> _Served
     if call.offsets is not None:
         return _serve_offsets(call, replace(source, form="offsets"), observed, result)
     source = replace(source, form="fixed")
-    if call.indexing:
+    if call.wraps:
         source = replace(source, wraps=call.rows)
     if call.pooling != "rows":
-        per_sample = (seen.shape[0], seen.fewer[0]) == (observed.batch, observed.fewer) and not _rows_vary(seen)
+        per_sample = (seen.shape[0], seen.fewer[0]) == (observed.batch, observed.fewer) and not seen.varies
         unit: Unit = "sample" if per_sample else "bag"
         return _Served(call, replace(source, shape=(-1, None), unit=unit), (-1, *result.shape[1:]), None)
     count, left = divmod(_numel(seen.shape), observed.batch)
     grows = [place for place, (size, fewer) in enumerate(zip(seen.shape, seen.fewer, strict=False)) if size != fewer]
     regular = len(seen.shape) == len(seen.fewer) and len(grows) == 1 and _numel(seen.fewer) == count * observed.fewer
+    # Samples must not share a row of ids.
+    regular = regular and seen.shape[grows[0]] % observed.batch == 0
     if seen.varies or left or not count or not regular:
         return _Served(call, replace(source, count=1, shape=(None,) * len(seen.shape), unit="id"), None, call.ids.name)
 
@@ -141,13 +141,9 @@ def _serve_offsets(call: Call, source: IdSource, observed: Observed, result: See
     bags, fewer = (_numel(shape) - call.include_last_offset for shape in (offsets.shape, offsets.fewer))
     if bags == fewer:
         return f"it makes {bags} bags for any number of samples"
-    per_sample = (bags, fewer) == (observed.batch, observed.fewer) and not _rows_vary(offsets)
+    per_sample = (bags, fewer) == (observed.batch, observed.fewer) and not offsets.varies
     source = replace(source, include_last_offset=call.include_last_offset, unit="sample" if per_sample else "bag")
     return _Served(call, source, (-1, *result.shape[1:]), None)
-
-
-def _rows_vary(seen: Seen) -> bool:
-    return seen.probes is not None and any(probe.shape[:1] != seen.shape[:1] for probe in seen.probes)
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -157,7 +153,9 @@ def _numel(shape: Sequence[int]) -> int:
     return total
 
 
-def _tables(flat: fx.GraphModule, served: Sequence[_Served], observed: Observed, names_taken: Iterable[str]) -> dict[str, _Rows]:
+def _tables(
+    served: Sequence[_Served], observed: Observed, names_taken: Iterable[str], plainly: Collection[str]
+) -> dict[str, _Rows]:
     """By parameter, the tables in it."""
     calls: dict[str, list[Call]] = {}
     for one in served:
@@ -167,7 +165,7 @@ def _tables(flat: fx.GraphModule, served: Sequence[_Served], observed: Observed,
     for parameter, own in calls.items():
         call = own[0]
         name = parameter.removesuffix(".weight")
-        split = split_rows([(one, observed.tensors[one.ids.name]) for one in own], call.rows)
+        split = split_rows(own, call.rows, observed) if parameter not in plainly else None
         if split is None:
             table = Table(_unused(name, taken), parameter, call.rows, call.dim, call.dtype)
             found[parameter] = _Rows((table,), {one.node: [0] for one in own})
@@ -190,25 +188,6 @@ def _by_field(source: IdSource, places: Sequence[int]) -> IdSource:
     features = tuple(f"{source.label}[{before}, {column}]" for column in range(fields))
     count = source.count if source.unit == "id" else source.count // fields
     return replace(source, features=features, count=count, shape=(*source.shape[:-1], fields))
-
-
-def _in_rounds(flat: fx.GraphModule, served: Sequence[_Served], other_lookups: set[str]) -> list[_Served]:
-    """Give every lookup its round of exchanges: behind those that its ids depend on, and apart from those of other units."""
-    by_node = {one.call.node: one for one in served}
-    depth = _behind(flat, set(by_node), other_lookups)
-    rounds: dict[object, tuple[int, int]] = {}
-    key_of = {}
-    for node in flat.graph.nodes:
-        if node in by_node:
-            one = by_node[node]
-            own = max(depth.get(used, 0) for used in one.call.reads)
-            key = (own, "sample" if one.source.unit == "sample" else (one.source.unit, one.source.nodes))
-            rounds.setdefault(key, (own, len(rounds)))
-            key_of[node] = key
-    first = (0, "sample")
-    order = [first, *sorted((key for key in rounds if key != first), key=lambda key: rounds[key])]
-    number = {key: index for index, key in enumerate(order)}
-    return [replace(one, source=replace(one.source, round=number[key_of[one.call.node]])) for one in served]
 
 
 def _lookup_set(served: Sequence[_Served], rows: Mapping[str, _Rows], names_taken: set[str]) -> LookupSet:

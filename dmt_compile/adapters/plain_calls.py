@@ -37,6 +37,11 @@ class Call:
     indexing: bool = False
 
     @property
+    def wraps(self) -> bool:
+        """Whether ids count from the end if they are negative, as indices do."""
+        return self.indexing and "select" not in str(self.node.target)
+
+    @property
     def at(self) -> str:
         """Where it stands in the user's code."""
         return source_location(self.node) or f"node '{self.node.name}'"

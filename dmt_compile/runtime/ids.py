@@ -113,7 +113,7 @@ class MakeRequest(_IdStep):
             if one.weights is not None and expected is not None and one.weights.dtype != expected:
                 raise InputError(f"'{source.label}' has weights of {one.weights.dtype}, the tables they weigh are {expected}")
         request: IdRequest = self.select(*ids)
-        if context.check_ids:
+        if context.check_ids or self.select.partial:
             self.select.check_range(request)
         weights = request.weights
         if weights is not None and weights.requires_grad:

@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DistributedError
 from ..graphs import clone_sharing_tensors, resolve_parameter
-from ..lookups import Table
+from ..lookups import LookupSet, Table
 from ..stage import ALL_TO_ALL, WAIT, Stage
 from .base import Progress, RankContext, Traffic
+from .checkpoint import load_optimizer_state, optimizer_state, own_rows, show_whole_tables, take_own_rows
 from .consensus import agree
 from .groups import TowerGroups, refuse_device, timeout_of
 from .ids import FAILED
 from .materialize import materialize
 from .ownership import prune
-from .shards import RowShards, cut_rows
 
 
 class RankModule(nn.Module):
@@ -73,8 +73,8 @@ class RankModule(nn.Module):
         self._run: tuple[nn.Module, _ByMode] | None = (_synchronised(graphs, own, group, find_unused_parameters), graphs)
         self._over = ""
         # Called on the class: mypy exempts torch's own functions from its rule on untyped calls, but not inherited ones.
-        nn.Module.register_load_state_dict_pre_hook(self, _take_own_rows)
-        nn.Module.register_state_dict_post_hook(self, _show_whole_tables)
+        nn.Module.register_load_state_dict_pre_hook(self, take_own_rows)
+        nn.Module.register_state_dict_post_hook(self, show_whole_tables)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run, _ = self._running()
@@ -194,10 +194,10 @@ class RankModule(nn.Module):
                 for table in tables:
                     rows = value[table.start : table.end]
                     if owner[table.name] == self.rank:
-                        rows.copy_(self._rows(table))
+                        rows.copy_(self.rows(table))
                     dist.broadcast(rows, src=ranks[owner[table.name]], group=self._group)
                 result[key] = value
-            elif key in own:
+            elif key in own and key not in self._context.aliases:
                 value = own[key]
                 result[key] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         # A table registered under several names is one tensor under each of them.
@@ -205,18 +205,36 @@ class RankModule(nn.Module):
             result[alias] = result[key]
         return {key: result[key] for key in self._flat_keys}
 
-    def _rows(self, table: Table) -> torch.Tensor:
-        """The rows of one of this rank's tables, as they lie in its parameter."""
-        base = self._context.bases.get(table.name, table.start)
-        return self.get_parameter(table.parameter).detach()[base : base + table.rows]
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimizer over this rank's parameters, by parameter name, for ``torch.distributed.checkpoint``.
 
-    def _shared_tables(self) -> dict[str, list[Table]]:
-        """By parameter, this rank's tables of every parameter that other ranks hold tables of too."""
-        found: dict[str, list[Table]] = {}
-        for name in self._context.bases:
-            table = self._lookups.table[name]
-            found.setdefault(table.parameter, []).append(table)
-        return found
+        As torch's ``get_optimizer_state_dict``, but what an optimizer keeps for the rows of a table that several ranks hold stands
+        in it as :class:`RowShards`: as plain tensors under one name, a checkpoint would keep one rank's rows for all. Loading into
+        it loads into the optimizer's own tensors; :meth:`load_optimizer_state_dict` does the rest.
+        """
+        return optimizer_state(self, optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`optimizer_state_dict` has returned, saved or loaded.
+
+        Raises:
+            DistributedError: it lacks rows that this rank holds.
+        """
+        load_optimizer_state(self, optimizer, state_dict)
+
+    def rows(self, table: Table) -> torch.Tensor:
+        """The rows of one of this rank's tables, as they lie in its parameter."""
+        return own_rows(self, self.get_parameter(table.parameter).detach(), table)
+
+    @property
+    def context(self) -> RankContext:
+        """What this rank's modules know."""
+        return self._context
+
+    @property
+    def lookups(self) -> LookupSet:
+        """All embedding lookups of the model."""
+        return self._lookups
 
     def close(self) -> None:
         """Release the process groups; a collective call. The parameters stay usable."""
@@ -254,31 +272,6 @@ def _gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 def _is_lost_connection(error: Exception) -> bool:
     """Whether the transport raised: gloo has no exception class of its own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def _take_own_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a rank load the flat model's state dict: tables of other ranks are not its business."""
-    assert isinstance(module, RankModule)
-    for key in module._context.foreign:
-        state_dict.pop(prefix + key, None)
-    shared = module._shared_tables()
-    for key in (*shared, *module._context.aliases):
-        tables = shared.get(module._context.aliases.get(key, key))
-        value = state_dict.get(prefix + key)
-        if tables and isinstance(value, torch.Tensor) and value.shape[:1] != (sum(table.rows for table in tables),):
-            state_dict[prefix + key] = cut_rows(value, tables, key)
-
-
-def _show_whole_tables(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give a table that several ranks hold together its own shape in the state dict, with this rank's rows."""
-    assert isinstance(module, RankModule)
-    shared = module._shared_tables()
-    for key in (*shared, *module._context.aliases):
-        parameter = module._context.aliases.get(key, key)
-        if parameter in shared and prefix + key in state_dict:
-            whole = module._lookups.shards[parameter]
-            parts = {table.start: module._rows(table) for table in shared[parameter]}
-            state_dict[prefix + key] = RowShards((whole[-1].end, whole[0].dim), parts)
 
 
 class _ByMode(nn.Module):

@@ -61,7 +61,8 @@ class SelectIds(nn.Module):
     """Pick ``entries`` (source number, feature), in that order, out of several id sources.
 
     ``weighted`` are the positions of the entries whose weights are needed too. With ``limits`` (the first row of each entry's
-    table, and the one behind its last) ids are checked to lie inside their table before they travel.
+    table, and the one behind its last) ids are checked to lie inside their table before they travel; where tables are
+    ``partial``, runs of rows of a parameter, that must not be left out: an id could be one of another table.
 
     Raises:
         InputError: a feature is missing from the batch, sources disagree on the batch size, or an id is out of range.
@@ -73,8 +74,10 @@ class SelectIds(nn.Module):
         weighted: Sequence[int],
         limits: Sequence[tuple[int, int]],
         sources: Sequence[IdSource],
+        partial: bool = False,
     ) -> None:
         super().__init__()
+        self.partial = partial
         self.entries = tuple(entries)
         self.weighted = tuple(weighted)
         self.limits = tuple(limits)

@@ -17,8 +17,8 @@ class RowShards(torch.Tensor):
     """A tensor of the whole table's shape, of which only the runs of rows in ``parts`` are here.
 
     ``parts`` maps the first row of a run to its values, (rows, dim). ``torch.distributed.checkpoint`` saves and loads the runs as
-    chunks of one tensor, so that a checkpoint has one table, whichever ranks held its rows; ``torch.save`` keeps the runs. Nothing
-    can be computed with it.
+    chunks of one tensor, so that a checkpoint has one table, whichever ranks held its rows; ``torch.save`` keeps the runs. It can
+    be cloned and cast; nothing can be computed with it.
     """
 
     parts: Mapping[int, torch.Tensor]
@@ -32,9 +32,9 @@ class RowShards(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            (one,) = args
-            return RowShards(one.shape, {start: part.detach() for start, part in one.parts.items()})
+        if func in _EACH_PART:
+            one = args[0]
+            return RowShards(one.shape, {start: func(part, *args[1:], **(kwargs or {})) for start, part in one.parts.items()})
         raise DistributedError(
             f"a table that several ranks hold together cannot be used as one tensor ({func}): take it from full_state_dict(), "
             "or its runs of rows on this rank from .parts"
@@ -63,11 +63,19 @@ class RowShards(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size([start, 0]), part.shape) for start, part in self.parts.items()]
+        return [
+            ChunkStorageMetadata(torch.Size([start] + [0] * (part.dim() - 1)), part.shape) for start, part in self.parts.items()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
         return self.parts[index.offset[0]]
+
+
+_EACH_PART = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+# So that torch.load takes a state dict of a rank as it takes any other.
+torch.serialization.add_safe_globals([RowShards])
 
 
 def cut_rows(value: torch.Tensor, tables: Sequence[Table], key: str) -> torch.Tensor:

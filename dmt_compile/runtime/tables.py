@@ -67,7 +67,8 @@ def _read_together(reads: Sequence[Read]) -> list[list[int]]:
         x = read.lookup
         padding = None if x.padding_idx is None else x.padding_idx + read.shift
         how = (x.dtype, padding, x.max_norm, x.norm_type, x.sparse, x.grad)
-        key = (id(read.module), read.attribute, *how) if x.gathers else (index,)
+        # Reading with a max_norm writes to the table, in the order in which the model reads.
+        key = (id(read.module), read.attribute, *how) if x.gathers and x.max_norm is None else (index,)
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 
@@ -93,9 +94,18 @@ def _pooled_by_the_model(lookup: Lookup, rows: torch.Tensor, bag: Bag) -> torch.
     if not lookup.sequence:
         return rows.view(units, lookup.dim)
     rows = rows.view(units, lookup.sequence, lookup.dim)
-    if lookup.weighted and bag.weights is not None:
-        rows = rows * bag.weights.to(rows.dtype).view(units, lookup.sequence, 1)
+    weights = _weights(lookup, bag, rows.dtype)
+    if weights is not None:
+        rows = rows * weights.view(units, lookup.sequence, 1)
     return pool_sequence(rows, lookup.pooling)
+
+
+def _weights(lookup: Lookup, bag: Bag, dtype: torch.dtype) -> torch.Tensor | None:
+    """A bag's weights in the type of the table; they travelled in one that holds those of all tables."""
+    if not lookup.weighted or bag.weights is None:
+        return None
+    weights = bag.weights.to(dtype)
+    return weights if lookup.grad else weights.detach()
 
 
 def pool_sequence(rows: torch.Tensor, pooling: Pooling) -> torch.Tensor:
@@ -118,7 +128,7 @@ def _pool(read: Read, bag: Bag) -> torch.Tensor:
         mode=lookup.pooling,
         sparse=lookup.sparse,
         include_last_offset=True,
-        per_sample_weights=bag.weights if lookup.weighted else None,
+        per_sample_weights=_weights(lookup, bag, read.weight.dtype),
         padding_idx=_padding(read),
     )
     return pooled.to(lookup.dtype)

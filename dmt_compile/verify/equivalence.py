@@ -263,7 +263,10 @@ class Verifier:
             if objective is None:
                 continue
             flat.clear()
-            (objective / self.world).backward()
+            try:
+                (objective / self.world).backward()
+            except RuntimeError as error:
+                raise VerificationError(f"the flat model itself cannot run backward: {str(error).splitlines()[0]}") from error
             for name, parameter in flat.parameters.items():
                 if parameter.grad is not None:
                     size = _dense(parameter.grad).detach().abs()
