@@ -73,12 +73,13 @@ def _columns(call: Call, observed: Observed) -> Columns | None:
     return Columns(tuple(starts), tuple(highest))
 
 
+_CUTS = ("unbind", "chunk", "split", "tensor_split", "split_with_sizes")
 _ADDITIONS = ("add", "iadd", "add_")
 # What moves numbers about and leaves them as they are, or as whole numbers.
 _MOVES = (
     *("long", "int", "to", "type", "_to_copy", "contiguous", "clone", "detach", "alias", "cpu", "cuda", "lift_fresh_copy"),
     *("view", "reshape", "flatten", "unsqueeze", "squeeze", "transpose", "t", "permute", "expand", "movedim", "swapaxes"),
-    *("getitem", "select", "slice", "narrow", "unbind", "chunk", "split", "stack", "cat", "concat"),
+    *("getitem", "select", "slice", "narrow", "stack", "cat", "concat", *_CUTS),
 )
 
 
@@ -107,10 +108,10 @@ class _Shift:
             self.adds = self.adds or any(not isinstance(arg, fx.Node) or arg.name in self.observed.constants for arg in node.args)
             left, right = (self._operand(arg) for arg in node.args)
             return left + right
-        moved = node.all_input_nodes and isinstance(
-            self.observed.values.get(node.all_input_nodes[0].name), torch.Tensor | tuple | list
-        )
-        if name in _MOVES and moved:
+        given = node.all_input_nodes[0] if node.all_input_nodes else node
+        # Not what is taken out of a list or dict of inputs.
+        parts = _name(given) in _CUTS or isinstance(self.observed.values.get(given.name), torch.Tensor)
+        if name in _MOVES and given is not node and parts:
             return _call(node, *fx.node.map_arg((node.args, node.kwargs), self.of))
         return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 

@@ -210,8 +210,8 @@ class Runner(fx.Interpreter):
         self.recorder = recorder
         self.lookups = lookups
         self.given = given
-        self.outputs = {output.node: output for output in lookups.outputs}
-        self.inner = {name for output in lookups.outputs for name in output.inner}
+        # Rows that their owner pools are followed from where the model has them: it may pool fields.
+        self.outputs = {output.inner[0] if output.inner else output.node: output for output in lookups.outputs}
         self.labels: dict[tuple[str, int], int] = {}
         recorder.names = {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -228,7 +228,7 @@ class Runner(fx.Interpreter):
             if all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves):
                 self.recorder.tape.results = [self.recorder.numbered(tensor) for tensor in tensors_in(leaves)]
             return None
-        elif n.op == "placeholder" or n.name in self.inner:
+        elif n.op == "placeholder":
             return None
         else:
             value = super().run_node(n)
@@ -256,8 +256,8 @@ class Runner(fx.Interpreter):
         named = {n.name: n for n in node.graph.nodes}
         source = self.lookups.sources[served[0].source]
         ids = self.env.get(named[source.node]) if source.node in named else None
-        count = source.count if served[0].pooling == "rows" else 1
-        width = served[0].dim // count
+        count = served[0].sequence or (source.count if served[0].pooling == "rows" else 1)
+        width = served[0].dim if served[0].sequence else served[0].dim // count
         split = count > 1 and len(served) == 1 and self._are_fields(ids)
         by_feature = [
             torch.stack(
@@ -273,7 +273,8 @@ class Runner(fx.Interpreter):
             laid = (laid if len(laid) > 1 else laid[0]).expand(shape)
         else:
             assert output.shape is not None
-            shape, laid = self._laid_out(output.shape, labels.flatten(), self._units(source, named))
+            rows = (-1, count, width) if output.inner else output.shape
+            shape, laid = self._laid_out(rows, labels.flatten(), self._units(source, named))
         weight = resolve_parameter(self.module, self.lookups.table[served[0].table].parameter)
         device = getattr(weight[0], weight[1]).device
         values = torch.randn(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
