@@ -14,7 +14,7 @@ from plain_models import BIG, CASES
 from ranks import Ranks
 from torch import nn
 
-from dmt_compile import CaptureError, InputError, Topology, towerize
+from dmt_compile import CaptureError, InputError, PassError, Topology, towerize
 from dmt_compile.verify.compare import bits_differ
 
 GRID = Topology(2, 2)
@@ -208,4 +208,69 @@ def test_other_types_of_tables(kind: torch.dtype) -> None:
             return self.one(x).float().sum((1, 2)), self.bag(x)
 
     certificate = towerize(Typed(), GRID, example_inputs=(ids(6, 2),)).verify(ids(9, 2))
+    assert certificate.passed, str(certificate)
+
+
+class DropsRows(nn.Module):
+    """Rows that are pooled at once in evaluation mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.top = nn.Embedding(BIG, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.table(x)
+        if self.training:
+            rows = nn.functional.dropout(rows, 0.3)
+        return self.top(rows.sum(1))
+
+
+class MasksIds(nn.Module):
+    """Ids of one table for all fields to which something else is done in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3 * BIG, 4)
+        self.register_buffer("starts", torch.tensor([0, BIG, 2 * BIG]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.starts
+        return self.table(x * torch.ones_like(x) if self.training else x)
+
+
+@pytest.mark.parametrize("make", [DropsRows, MasksIds])
+def test_modes_that_could_be_served_differently(make: Callable[[], nn.Module]) -> None:
+    """What one mode does not allow the owner to do is not done in the other either."""
+    model = make()
+    program = towerize(model, GRID, example_inputs=(ids(6, 3),))
+    assert [lookup.pooling for lookup in program.lookups.lookups] == ["rows"]
+    for mode in (True, False):
+        certificate = program.train(mode).verify(ids(9, 3))
+        assert certificate.passed, str(certificate)
+
+
+class Writes(nn.Module):
+    """Writes to the ids between two lookups."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.write = nn.Embedding(BIG, 4), nn.Embedding(BIG, 4), write
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        rows = self.a(x.long())
+        self.write(x)
+        return (rows + self.b(x.long())).sum(1) + self.a(y).sum(1).relu_()
+
+
+@pytest.mark.parametrize(
+)
+def test_writes_between_lookups_are_refused(write: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(PassError, match=r"test_hard_inputs\.py:\d+\) writes to what the lookup of .* write to a copy"):
+        towerize(Writes(write), GRID, example_inputs=(ids(6, 3).float(), ids(6, 3)))
+
+
+def test_writes_to_something_else_are_taken() -> None:
+    program = towerize(Writes(lambda x: x + 1), GRID, example_inputs=(ids(6, 3).float(), ids(6, 3)))
+    certificate = program.verify(ids(9, 3).float(), ids(9, 3))
     assert certificate.passed, str(certificate)

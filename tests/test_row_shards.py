@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -99,6 +100,89 @@ def test_a_checkpoint_has_one_table(ranks: Ranks) -> None:
     model.load_state_dict(full)
 
 
+def optimize_on_ranks(folder: str) -> bool:
+    """Runs on a rank: whether an optimizer's moments come back from a checkpoint, and others do not."""
+    import torch.distributed.checkpoint as dcp
+
+    module = _module((2, 2, 2))
+    optimizer = torch.optim.Adam(module.parameters())
+    x = CASES[NAME].batch(6, seed=dist.get_rank())[0][0]
+    objective(module(x)).backward()
+    optimizer.step()
+    moments = {name: optimizer.state[p]["exp_avg"].clone() for name, p in module.named_parameters()}
+    dcp.save({"optimizer": module.optimizer_state_dict(optimizer)}, checkpoint_id=folder)
+    module.zero_grad()
+    fresh = torch.optim.Adam(module.parameters())
+    state = {"optimizer": module.optimizer_state_dict(fresh)}
+    dcp.load(state, checkpoint_id=folder)
+    module.load_optimizer_state_dict(fresh, state["optimizer"])
+    same = all(torch.equal(fresh.state[p]["exp_avg"], moments[name]) for name, p in module.named_parameters())
+    moved = all(bool(moment.any()) for moment in moments.values())
+    module.close()
+    return same and moved
+
+
+def test_an_optimizer_in_a_checkpoint(ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(ranks(4, optimize_on_ranks, folder))
+
+
+class Aliased(nn.Module):
+    """One parameter under two names, read with two sets of offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Embedding(ROWS, 4), nn.Embedding(ROWS, 4)
+        self.two.weight = self.one.weight
+        self.register_buffer("starts", torch.tensor([0, *accumulate(FIELDS[:-1])]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x + self.starts) * self.two(x + self.starts)
+
+
+def aliased_on_ranks() -> tuple[bool, list[str]]:
+    """Runs on a rank: whether the full state dict is the flat model's, and the errors of tables of another size."""
+    x = CASES[NAME].batch(6)[0][0]
+    model = Aliased()
+    module = towerize(model, Topology(2, 1), example_inputs=(x,)).distribute()
+    full = module.full_state_dict()
+    same = list(full) == list(model.state_dict()) and all(torch.equal(full[k], v) for k, v in model.state_dict().items())
+    assert {key: value.clone() for key, value in module.state_dict().items()}.keys() == full.keys()
+    errors = []
+    for rows in (ROWS + 3, ROWS - 3, len(module.get_parameter("one.weight"))):
+        with pytest.raises(RuntimeError) as caught:
+            module.load_state_dict({**full, "one.weight": torch.zeros(rows, 4)})
+        errors.append(str(caught.value))
+    after = module.full_state_dict()
+    same = same and all(torch.equal(after[k], full[k]) for k in full)
+    module.close()
+    return same, errors
+
+
+def test_a_table_under_two_names(ranks: Ranks) -> None:
+    for same, errors in ranks(2, aliased_on_ranks):
+        assert same
+        assert all("size mismatch for one.weight" in error for error in errors)
+
+
+def unchecked_on_ranks() -> str:
+    """Runs on a rank: the error of an id outside its field, without the check that can be left out elsewhere."""
+    case = CASES[NAME]
+    module = towerize(case.build(), Topology(2, 1), example_inputs=case.example()).distribute(check_ids=False)
+    x = case.batch(4)[0][0].clone()
+    x[2, 1] = FIELDS[1]
+    with pytest.raises(InputError) as caught:
+        module(x)
+    module.close()
+    return str(caught.value)
+
+
+def test_rows_are_always_checked(ranks: Ranks) -> None:
+    for message in ranks(2, unchecked_on_ranks):
+        assert "outside rows" in message
+
+
 def other_rank_on_ranks() -> str:
     """Runs on a rank: the error of loading the rows of another rank."""
     module = _module((2, 1, 2))
@@ -167,6 +251,56 @@ def test_example_ids_outside_their_field_keep_the_table_whole() -> None:
     program = towerize(case.build(), Topology(2, 2), example_inputs=(x,))
     assert set(program.lookups.table) == {"embedding", "bias"}
     certificate = program.verify(x)
+    assert certificate.passed, str(certificate)
+
+
+class Reads(nn.Module):
+    """One table, and what ids are read from it."""
+
+    def __init__(self, read: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.table, self.read = nn.Embedding(100, 2), read
+        self.register_buffer("starts", torch.tensor([0, 10, 20]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(self.table, x, self.starts)
+
+
+def _columns(table: nn.Embedding, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    return table(torch.stack([x[:, 0], x[:, 1] + 10, x[:, 2] + 20], dim=1))
+
+
+SPLIT = {
+    "a buffer": lambda t, x, s: t(x + s),
+    "a buffer in front": lambda t, x, s: t(s.unsqueeze(0) + x.long()),
+    "a list": lambda t, x, s: t(x + x.new_tensor([0, 10, 20])),
+    "in place": lambda t, x, s: t(x.clone().add_(s)),
+    "column by column": _columns,
+    "a padding row": lambda t, x, s: t(x + s + 1),
+    "unsorted": lambda t, x, s: t(x + torch.tensor([20, 0, 10])),
+    "a field of a hash": lambda t, x, s: t(x * 7 % 9 + s),
+    "clamped": lambda t, x, s: t(x.clamp(min=0) + s),
+    "apart": lambda t, x, s: torch.stack([t(x[:, i] + 10 * i) for i in range(3)], dim=1),
+}
+WHOLE = {
+    "no offsets": lambda t, x, s: t(x),
+    "offsets that depend on the data": lambda t, x, s: t(x + x[:, :1]),
+    "a row for what is missing": lambda t, x, s: t(torch.where(x < 0, torch.zeros_like(x), x + s)),
+    "filled": lambda t, x, s: t((x + s).masked_fill(x == 5, 0)),
+    "a token in front": lambda t, x, s: t(torch.cat([torch.full((x.shape[0], 1), 7), x + s], dim=1)),
+    "two kinds of ids": lambda t, x, s: t(x[:, 0]) * t(x[:, 1] + 50),
+    "shifted by one": lambda t, x, s: t(x[:, 0] + 1) * t(x[:, 1]),
+    "scaled": lambda t, x, s: t((x + s) * 2),
+}
+
+
+@pytest.mark.parametrize("name", [*SPLIT, *WHOLE])
+def test_what_is_taken_apart(name: str) -> None:
+    """Only constants that are added to each field's ids tell fields apart; whatever else is done to ids leaves the table whole."""
+    x = torch.randint(0, 6, (8, 3), generator=torch.Generator().manual_seed(0))
+    program = towerize(Reads({**SPLIT, **WHOLE}[name]), Topology(2, 2), example_inputs=(x,))
+    assert len(program.lookups.table) == (3 if name in SPLIT else 1)
+    certificate = program.verify(torch.randint(0, 9, (11, 3)), steps=0)
     assert certificate.passed, str(certificate)
 
 

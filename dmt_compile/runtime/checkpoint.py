@@ -70,33 +70,30 @@ def show_whole_tables(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 def optimizer_state(module: RankModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """See :meth:`RankModule.optimizer_state_dict`."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-    found: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
-    state = dict(found["state"])
+    # By parameter and not by group: the groups of two ranks list other parameters, and a checkpoint would keep one rank's.
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)
     for parameter, tables in shared_tables(module).items():
-        if parameter in state:
-            rows = len(module.get_parameter(parameter))
-            state[parameter] = {
-                name: _as_shards(module, value, parameter, tables) if _has_rows(value, rows) else value
-                for name, value in state[parameter].items()
-            }
-    return {**found, "state": state}
+        rows = len(module.get_parameter(parameter))
+        for key, value in _of_parameter(state, parameter):
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows:
+                state[key] = _as_shards(module, value, parameter, tables)
+    return state
 
 
 def load_optimizer_state(module: RankModule, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """See :meth:`RankModule.load_optimizer_state_dict`."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    state = dict(state_dict["state"])
+    state = dict(state_dict)
     for parameter, tables in shared_tables(module).items():
-        if parameter in state:
-            state[parameter] = {
-                name: cut_rows(value, tables, f"{parameter}, {name}") if isinstance(value, RowShards) else value
-                for name, value in state[parameter].items()
-            }
-    set_optimizer_state_dict(module, optimizer, {**state_dict, "state": state})
+        for key, value in _of_parameter(state, parameter):
+            if isinstance(value, RowShards):
+                state[key] = cut_rows(value, tables, key)
+    set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 
-def _has_rows(value: object, rows: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+def _of_parameter(state: dict[str, Any], parameter: str) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in state.items() if key.startswith(f"state.{parameter}.")]

@@ -208,9 +208,10 @@ class RankModule(nn.Module):
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of an optimizer over this rank's parameters, by parameter name, for ``torch.distributed.checkpoint``.
 
-        As torch's ``get_optimizer_state_dict``, but what an optimizer keeps for the rows of a table that several ranks hold stands
-        in it as :class:`RowShards`: as plain tensors under one name, a checkpoint would keep one rank's rows for all. Loading into
-        it loads into the optimizer's own tensors; :meth:`load_optimizer_state_dict` does the rest.
+        As torch's ``get_optimizer_state_dict`` flattened by parameter, but what an optimizer keeps for the rows of a table that
+        several ranks hold stands in it as :class:`RowShards`: as plain tensors under one name, a checkpoint would keep one rank's
+        rows for all. Loading into it loads into the optimizer's own tensors; :meth:`load_optimizer_state_dict` does the rest. An
+        optimizer that has not stepped yet gets its state here, unless there are gradients: ``zero_grad()`` first.
         """
         return optimizer_state(self, optimizer)
 

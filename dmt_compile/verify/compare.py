@@ -226,12 +226,11 @@ def furthest_change(
     """As :func:`furthest`, for the changes of tensors since ``start``.
 
     An update is added to a value that may be far larger than it, so each may be off by four units in the last place of the
-    value on top of the tolerance for the update, and by 128 of the largest update of all. ``cancelled`` is what
+    value on top of the tolerance for the update, and by 32 of the largest update of all. ``cancelled`` is what
     :func:`cancellation` says of the gradients: whatever the optimizer makes of a gradient, an update is
     no more exact than it. That is too little to hide an update that is missing or scaled.
     """
-    # The noise of a gradient that is zero in exact arithmetic (a bias before a batch norm) is moved by in every step.
-    floor = 128 * _common_scale(expected[key].detach().double() - was.detach().double() for key, was in start.items())
+    floor = 32 * _common_scale(expected[key].detach().double() - was.detach().double() for key, was in start.items())
     cancelled = cancelled or {}
     ratios: dict[str, float] = {}
     for key, was in start.items():
