@@ -9,6 +9,7 @@ looking at their own mode.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import logging
@@ -24,8 +25,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols, is_con
 from torch.overrides import TorchFunctionMode
 
 from .adapters import torchrec as torchrec_adapter
+from .adapters.torchrec_parts import IDS, pooled_like
 from .arguments import Arguments
-from .nested import Template, take_apart
+from .nested import Path, Template, take_apart
 from .sources import quoted, user_frame
 
 
@@ -88,7 +90,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, e
         Exception: what torch.export raises for what it cannot take.
     """
     leaves, arguments = Arguments.of(model, args, kwargs)
-    leaves = _at_least_two_samples(leaves)
+    leaves = _at_least_two(leaves, arguments)
     result: list[Template] = []
     wrapper = _Flat(model, arguments, result)
     auto = torch.export.Dim.AUTO
@@ -106,12 +108,22 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, e
             _KEPT.pop(key, None)
 
 
-def _at_least_two_samples(leaves: list[Any]) -> list[Any]:
-    """Batches of one sample doubled: torch.export takes a size of 1 for a constant."""
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    if sizes != {1}:
-        return leaves
-    return [torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
+def _at_least_two(leaves: list[Any], arguments: Arguments) -> list[Any]:
+    """Batches of one sample doubled, and ids of a KeyedJaggedTensor filled up: torch.export takes sizes of 0 and 1 for constants.
+
+    It sees no values, so the ids need not fit their lengths.
+    """
+    tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves]
+    ids = [_is_ids(path) for path in arguments.template.paths]
+    alone = {leaf.shape[0] for leaf, tensor, many in zip(leaves, tensors, ids, strict=True) if tensor and not many} == {1}
+    return [
+        leaf.new_zeros(max(2, len(leaf))) if many else torch.cat([leaf, leaf]) if tensor and alone else leaf
+        for leaf, tensor, many in zip(leaves, tensors, ids, strict=True)
+    ]
+
+
+def _is_ids(path: Path) -> bool:
+    return path[-1].by_attribute and path[-1].key in IDS
 
 
 class _Flat(nn.Module):
@@ -146,7 +158,8 @@ def _keep_modules(model: nn.Module, book: dict[int, Kept]) -> None:
             # The call in the graph runs them.
             for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
                 getattr(module, name).clear()
-            module.__dict__["forward"] = _stand_in(path, module.forward, book)
+            run = functools.partial(pooled_like, module) if torchrec_adapter.is_collection(module) else module.forward
+            module.__dict__["forward"] = _stand_in(path, run, book)
 
 
 def _stand_in(target: str | Callable[..., Any], run: Callable[..., Any], book: dict[int, Kept]) -> Callable[..., Any]:
@@ -286,13 +299,16 @@ def _checked_shapes(
             # What it was before it became a constant.
             symbols = getattr(getattr(sizes[0], "node", None), "_expr", None)
             where = _line(getattr(symbols, "free_symbols", ()), decisions)
-            raise ExportError(f"{where}takes the batch size of '{label}' for the constant {int(sizes[0])}")
+            what = "number of ids" if _is_ids(path) else "batch size"
+            raise ExportError(f"{where}takes the {what} of '{label}' for the constant {int(sizes[0])}")
     # A size that stands beside others that may change need not be the batch's.
     alone = [sizes[0] for shape, sizes in zip(shapes, sizes_of, strict=True) if shape[:1] == (None,) and shape.count(None) == 1]
     others = free_symbols(sizes_of) - free_symbols(alone)
+    ids = free_symbols([sizes for sizes, path in zip(sizes_of, arguments.template.paths, strict=True) if _is_ids(path)])
     for symbol, allowed in program.range_constraints.items():
         if symbol.is_Symbol and symbol not in others and not (allowed.lower <= 2 and allowed.upper > 2**31):
             upper = f" to {allowed.upper}" if allowed.upper < 2**31 else " or more"
             where = _line({symbol}, decisions)
-            raise ExportError(f"{where}takes another way for batches that are not of {allowed.lower}{upper} samples")
+            what = "ids" if symbol in ids else "samples"
+            raise ExportError(f"{where}takes another way for batches that are not of {allowed.lower}{upper} {what}")
     return shapes

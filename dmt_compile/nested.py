@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from .adapters import torchrec as torchrec_adapter
+from .adapters import torchrec_parts
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -20,7 +23,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Container:
-    """A dict, list, tuple, dataclass, or anything that torch's pytree knows: what it is made of, and how to make one."""
+    """A dict, list, tuple, dataclass, a KeyedJaggedTensor, or anything that torch's pytree knows: what it is made of, and how to make one."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -86,6 +89,9 @@ def _take(value: Any, path: Path, leaves: list[Any], paths: list[Path], is_leaf:
 
 def _open(value: Any) -> tuple[list[Step], list[Any], Callable[[Sequence[Any]], Any]] | None:
     kind = type(value)
+    if torchrec_adapter.is_jagged(value):
+        names, parts, make = torchrec_parts.open_jagged(value)
+        return [Step(name, True) for name in names], parts, make
     if kind is list or kind is tuple:
         return [Step(i) for i in range(len(value))], list(value), kind
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -118,6 +124,21 @@ def _dataclass(kind: type, names: Sequence[str], parts: Sequence[Any]) -> Any:
     for name, part in zip(names, parts, strict=True):
         object.__setattr__(made, name, part)
     return made
+
+
+def narrowed(part: Any) -> tuple[list[int], Template]:
+    """Part of a template's value as a template of its own, and which of the whole's leaves it takes."""
+    used: list[int] = []
+
+    def renumbered(built: Any) -> Any:
+        if isinstance(built, Leaf):
+            used.append(built.index)
+            return Leaf(len(used) - 1)
+        if isinstance(built, Container):
+            return dataclasses.replace(built, parts=tuple(map(renumbered, built.parts)))
+        return built
+
+    return used, Template(renumbered(part), ())
 
 
 def _build(built: Any, leaves: Sequence[Any]) -> Any:
