@@ -11,8 +11,9 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
-from .capture_export import KEEP, Exported, ExportError, Kept
+from .capture_export import Exported, ExportError
 from .graphs import NO_GRAD, cut_gradients
+from .kept import KEEP, Kept
 from .nested import Container, Leaf, Path, Template, first_difference, narrowed
 from .runtime.inputs import MakeResult, PickTensors
 from .sources import user_trace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,15 @@ def narrowed(part: Any) -> tuple[list[int], Template]:
     return used, Template(renumbered(part), ())
 
 
+def constants(built: Any) -> Iterator[Any]:
+    """The plain values in a template's value."""
+    if isinstance(built, Container):
+        for part in built.parts:
+            yield from constants(part)
+    elif not isinstance(built, Leaf):
+        yield built
+
+
 def _build(built: Any, leaves: Sequence[Any]) -> Any:
     if isinstance(built, Leaf):
         return leaves[built.index]
@@ -164,7 +173,8 @@ def first_difference(found: Any, expected: Any, where: str) -> str | None:
         if found.keys != expected.keys:
             return f"{where} has {_listed(found.keys)}, not {_listed(expected.keys)}"
         for key, mine, theirs in zip(found.keys, found.parts, expected.parts, strict=True):
-            difference = first_difference(mine, theirs, f"{where}[{key!r}]")
+            part = f".{key}" if str(key).endswith("()") else f"[{key!r}]"
+            difference = first_difference(mine, theirs, where + part)
             if difference is not None:
                 return difference
         return None

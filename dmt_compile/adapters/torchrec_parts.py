@@ -16,7 +16,7 @@ IDS = ("values()", "weights()")
 """The parts whose first size is the number of ids, not of samples."""
 
 _MADE_OF = "_dmt_made_of"
-_PARTS = ("keys()", *IDS, "lengths()", "one batch size")
+_PARTS = ("keys()", *IDS, "lengths()", "variable_stride_per_key()")
 
 
 def open_jagged(value: KeyedJaggedTensor) -> tuple[tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]:
@@ -25,10 +25,11 @@ def open_jagged(value: KeyedJaggedTensor) -> tuple[tuple[str, ...], list[Any], C
     if made is not None:
         return _PARTS, list(made), _make_jagged
     keys, lengths = list(value.keys()), value.lengths()
-    regular = not value.variable_stride_per_key() and bool(lengths.numel() == len(keys) * value.stride())
+    variable = value.variable_stride_per_key()
+    regular = not variable and bool(lengths.numel() == len(keys) * value.stride())
     if regular:
         lengths = lengths.view(len(keys), value.stride()).t()
-    return _PARTS, [keys, value.values(), value.weights_or_none(), lengths, regular], _make_jagged if regular else lambda _: value
+    return _PARTS, [keys, value.values(), value.weights_or_none(), lengths, variable], _make_jagged if regular else lambda _: value
 
 
 def _make_jagged(parts: Sequence[Any]) -> KeyedJaggedTensor:
