@@ -125,6 +125,26 @@ class _Decision:
 
     symbols: frozenset[Any]
     line: str
+    expression: Any
+    result: Any
+
+    def fails_for(self, symbol: Any) -> int | None:
+        """A size for which the code would have decided otherwise, if only this one size decides."""
+        if self.symbols != {symbol} or self.result not in (True, False):
+            return None
+        return next((size for size in _TRIED if _decided(self.expression, symbol, size) is (not self.result)), None)
+
+
+def _decided(expression: Any, symbol: Any, size: int) -> bool | None:
+    """What code would decide for a size; None where the expression has no value."""
+    try:
+        found = expression.subs(symbol, size)
+    except ZeroDivisionError:
+        return None
+    return bool(found) if found in (True, False) else None
+
+
+_TRIED = (*range(5, 34), 64, 100, 1000, 4097, 1 << 20)
 
 
 @contextlib.contextmanager
@@ -139,7 +159,7 @@ def _decisions() -> Iterator[list[_Decision]]:
         if (self._version_counter, len(self.guards)) != before:
             place = user_place(sys._getframe(1))
             if place is not None:
-                found.append(_Decision(frozenset(expr.free_symbols), quoted(*place)))
+                found.append(_Decision(frozenset(expr.free_symbols), quoted(*place), expr, result))
         return result
 
     ShapeEnv.evaluate_expr = watched  # type: ignore[method-assign, assignment]
@@ -245,7 +265,12 @@ def _checked_shapes(
                     where = _line(getattr(symbols, "free_symbols", ()), decisions)
                     raise ExportError(f"{where}takes the {_COUNTED[many][0]} of '{label}' for the constant {size}")
                 continue
-            for symbol in free_symbols(symbolic) & constrained.keys():
+            for symbol in free_symbols(symbolic):
+                other = next(filter(None, (decision.fails_for(symbol) for decision in decisions)), None)
+                if symbol not in constrained and other is None:
+                    continue
+                if first and symbol not in constrained:
+                    raise ExportError(f"{_line({symbol}, decisions)}takes another way for {other} {_COUNTED[many][1]}")
                 if first:
                     allowed = constrained[symbol]
                     upper = f" to {allowed.upper}" if allowed.upper < 2**31 else " or more"

@@ -102,7 +102,8 @@ def signatures(model: nn.Module, call: Callable[[], object]) -> dict[str, Signat
 
     stand_in(model, watched, real=True)
     call()
-    return {path: found[0] for path, found in seen.items() if all(one == found[0] for one in found) and not _has_number(found[0][0])}
+    alike = {path: found[0] for path, found in seen.items() if all(one == found[0] for one in found)}
+    return {path: signature for path, signature in alike.items() if not _has_number(signature[0])}
 
 
 def _has_number(given: Template) -> bool:

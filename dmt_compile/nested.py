@@ -23,7 +23,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Container:
-    """A dict, list, tuple, dataclass, a KeyedJaggedTensor, or anything that torch's pytree knows: what it is made of, and how to make one."""
+    """A dict, list, tuple, dataclass, KeyedJaggedTensor, or what torch's pytree knows: what it is made of, how to make one."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -90,8 +90,8 @@ def _take(value: Any, path: Path, leaves: list[Any], paths: list[Path], is_leaf:
 def _open(value: Any) -> tuple[list[Step], list[Any], Callable[[Sequence[Any]], Any]] | None:
     kind = type(value)
     if torchrec_adapter.is_jagged(value):
-        names, parts, make = torchrec_parts.open_jagged(value)
-        return [Step(name, True) for name in names], parts, make
+        parts, values, make = torchrec_parts.open_jagged(value)
+        return [Step(name, True) for name in parts], values, make
     if kind is list or kind is tuple:
         return [Step(i) for i in range(len(value))], list(value), kind
     if isinstance(value, tuple) and hasattr(value, "_fields"):
