@@ -165,7 +165,9 @@ class _Writer:
                 name = arguments.names[step.key]
                 node = next(n for n in self.graph.nodes if n.op == "placeholder" and str(n.target).lstrip("*") == name)
             elif step.by_attribute or issubclass(held.kind, list | tuple | Mapping):
-                node = self.graph.call_function(getattr if step.by_attribute else operator.getitem, (node, step.key))
+                read = getattr if step.by_attribute else operator.getitem
+                there = (user for user in node.users if user.target is read and user.args == (node, step.key))
+                node = next(there, None) or self.graph.call_function(read, (node, step.key))
             else:
                 return None
             held = held.parts[held.keys.index(step.key)]
