@@ -263,25 +263,27 @@ def _checked_shapes(
                     # What it was before it became a constant.
                     symbols = getattr(getattr(symbolic, "node", None), "_expr", None)
                     where = _line(getattr(symbols, "free_symbols", ()), decisions)
-                    raise ExportError(f"{where}takes the {_COUNTED[many][0]} of '{label}' for the constant {size}")
+                    raise ExportError(f"{where}takes the {_COUNTED[many][0]} of '{label}' for the constant {size}: {_HINT}")
                 continue
             for symbol in free_symbols(symbolic):
                 other = next(filter(None, (decision.fails_for(symbol) for decision in decisions)), None)
                 if symbol not in constrained and other is None:
                     continue
                 if first and symbol not in constrained:
-                    raise ExportError(f"{_line({symbol}, decisions)}takes another way for {other} {_COUNTED[many][1]}")
+                    raise ExportError(f"{_line({symbol}, decisions)}takes another way for {other} {_COUNTED[many][1]}: {_SAME}")
                 if first:
                     allowed = constrained[symbol]
                     upper = f" to {allowed.upper}" if allowed.upper < 2**31 else " or more"
                     where = _line({symbol}, decisions)
                     held = f"{allowed.lower}{upper} {_COUNTED[many][1]}"
-                    raise ExportError(f"{where}takes another way for batches that are not of {held}")
+                    raise ExportError(f"{where}takes another way for batches that are not of {held}: {_SAME}")
                 # It holds for this size.
                 shapes[index] = (*shapes[index][:place], given[index][place], *shapes[index][place + 1 :])
     return tuple(shapes)
 
 
+_HINT = "loops over it, numpy and lists make a number of it, operators of torch do not"
+_SAME = "forward has to take the same way for any number"
 _COUNTED = {False: ("batch size", "samples"), True: ("number of ids", "ids")}
 
 

@@ -140,7 +140,8 @@ def _noted(target: str | Callable[..., Any], run: Callable[..., Any], book: dict
 
 def _known(target: str, run: Callable[..., Any], book: dict[int, Kept], signature: Signature | None) -> Callable[..., Any]:
     if signature is None:
-        return run
+        # What only knows shapes must not be read as if it were the collection.
+        return _refuse if isinstance(run, functools.partial) and run.func is pooled_like else run
     key, (given, returned) = next(_numbers), signature
     _KEPT[key] = book[key] = Kept(target, given, run, returned)
 
@@ -148,6 +149,10 @@ def _known(target: str, run: Callable[..., Any], book: dict[int, Kept], signatur
         return returned.build(KEEP(key, take_apart((args, kwargs))[0]))
 
     return forward
+
+
+def _refuse(*_args: Any, **_kwargs: Any) -> Any:
+    raise TypeError("a collection is called with KeyedJaggedTensors of different keys")
 
 
 class _KeepFunctions(TorchFunctionMode):

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from export_models import Result
-from models import line_of
+from models import collection, jagged, line_of, table
 from test_capture_export import NARROW, WIDE, Base, Counts, Diverts, build, pair, proved
 from torch import nn
+from torchrec import KeyedJaggedTensor
 
 from dmt_compile import CaptureError, towerize
 from dmt_compile.capture import _capture_exported
@@ -147,3 +148,25 @@ def test_many_models_in_one_process() -> None:
         model = build(AsArrays)
         model.out = nn.Linear(4, width)
         assert towerize(model, NARROW, example_inputs=several(6))(*several(5)).logits.shape == (5, width)
+
+
+def test_collection_that_is_called_with_other_keys() -> None:
+    """Dynamo knows one form of the calls of a module: what is called in two is not taken for something else."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags, self.out = collection(table("t", ["f0"])), nn.Linear(16, 1)
+
+        def forward(self, x: torch.Tensor, first: KeyedJaggedTensor, second: KeyedJaggedTensor) -> torch.Tensor:
+            places = torch.LongTensor(np.tile(np.arange(x.shape[1]), [x.shape[0], 1]))
+            rows = torch.cat([self.bags(first).values(), self.bags(second).values()], 1)
+            return self.out(rows) + (places * x).sum(1, keepdim=True)
+
+    def given(*keys: str) -> tuple[Any, ...]:
+        return torch.rand(9, 3), jagged(["f0", "f1"], 9), jagged(keys, 9)
+
+    with pytest.raises(CaptureError, match="could not be exported") as caught:
+        towerize(Twice(), NARROW, example_inputs=given("f0"))
+    assert f"{__file__}:{line_of(Twice.forward, 'self.bags(first)')}: `" in str(caught.value)
+    proved(towerize(Twice(), NARROW, example_inputs=given("f0", "f1")), *given("f0", "f1"))
