@@ -6,6 +6,7 @@ and no tracing side effect, reaches the user's objects.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -55,9 +56,7 @@ def capture(model: nn.Module, inputs: Inputs | None = None) -> Captured:
     if inputs is None:
         raise CaptureError(f"{symbolic}\nWith example_inputs=(...) torch.export is tried as well, which takes more.") from symbolic
     try:
-        captured = _capture_by_export(model, *inputs)
-        _refuse_other_results(captured, inputs)
-        return captured
+        return _capture_by_export(model, inputs)
     except CaptureError as error:
         if hiding is None:
             raise CaptureError(f"{symbolic}\n{error}") from error
@@ -101,9 +100,35 @@ def _capture_symbolically(model: nn.Module, structure: capture_symbolic.Structur
         whole[path] = f"{where}: takes another way in training than in evaluation"
 
 
-def _capture_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _capture_by_export(model: nn.Module, inputs: Inputs) -> Captured:
+    """Export ``model`` by running its forward, and if that fails, by Dynamo, which reads its code."""
+    failure: CaptureError | None = None
+    for strict in (False, True):
+        try:
+            captured = _capture_exported(model, *inputs, strict=strict)
+            _refuse_other_results(captured, inputs)
+            return captured
+        except CaptureError as error:
+            if failure is not None and (further := _elsewhere(failure, error)):
+                raise CaptureError(f"{failure}\n  torch.export(strict=True) stops here:\n  {further}") from error
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _elsewhere(failure: CaptureError, further: CaptureError) -> str | None:
+    """What a further attempt says of another line of the user's code; None if it stops where the one before has stopped."""
+    first, second = (str(error).partition("\n")[2].strip() for error in (failure, further))
+    place = _PLACE.match(second)
+    return second.partition("\n")[0] if place is not None and not first.startswith(place[0]) else None
+
+
+_PLACE = re.compile(r"\S+:\d+: ")
+
+
+def _capture_exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool) -> Captured:
     def trace(prepare: Callable[[nn.Module], None]) -> Traced:
-        return _export(model, prepare, args, kwargs)
+        return _export(model, prepare, args, kwargs, strict)
 
     mine, other = trace(_as_it_is), trace(_flipped)
     _adopt_constants(mine.root, other)
@@ -157,7 +182,9 @@ def _set(root: nn.Module, training: bool) -> None:
     root.train(training)
 
 
-def _export(model: nn.Module, prepare: Callable[[nn.Module], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+def _export(
+    model: nn.Module, prepare: Callable[[nn.Module], None], args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool
+) -> Traced:
     from . import capture_export, exported
 
     failure: Exception | None = None
@@ -166,7 +193,7 @@ def _export(model: nn.Module, prepare: Callable[[nn.Module], None], args: tuple[
         root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
         prepare(thrown_away)
         try:
-            program = capture_export.export(thrown_away, args, kwargs, every_size=every_size)
+            program = capture_export.export(thrown_away, args, kwargs, strict=strict, every_size=every_size)
             graph, extras = exported.to_graph(program, root)
             return Traced(root, graph, extras, {})
         except Exception as error:

@@ -1,46 +1,36 @@
 """Capture with torch.export, for models that symbolic tracing cannot take.
 
 The model is exported as a function of a flat list of tensors, with every batch dimension dynamic. Modules of torch.nn stay
-whole, and so does ``embedding_bag``: each call of one is a single node of an operator of our own, which
-:mod:`exported` turns back into a call of the module. So the graph looks as symbolic tracing would have left it, and layers go on
-looking at their own mode.
+whole (:mod:`kept`), so the graph looks as symbolic tracing would have left it, and layers go on looking at their own mode.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols, is_concrete_int
-from torch.overrides import TorchFunctionMode
 
-from .adapters import torchrec as torchrec_adapter
+from .adapters.torchrec_parts import IDS
 from .arguments import Arguments
-from .nested import Template, take_apart
-from .sources import quoted, user_frame
+from .captured import WithoutMaxNorm
+from .graphs import clone_sharing_tensors, deepcopy_values
+from .kept import Kept, Signature, kept_calls, signatures
+from .nested import Path, Template, take_apart
+from .sources import quoted, user_place
 
 
 class ExportError(Exception):
     """torch.export took the model, but for fewer inputs than the flat model takes."""
-
-
-@dataclass
-class Kept:
-    """One call that stays whole: the module's path or the function, what it is given, and the template of what it returns."""
-
-    target: str | Callable[..., Any]
-    given: Template
-    run: Callable[..., Any]
-    returned: Template | None = None
 
 
 @dataclass(frozen=True)
@@ -54,31 +44,13 @@ class Exported:
     kept: dict[int, Kept]
 
 
-_KEPT: dict[int, Kept] = {}
-_numbers = itertools.count()
-
-
-@torch.library.custom_op("dmt_compile::keep", mutates_args=())
-def _keep(key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    raise RuntimeError("dmt_compile::keep stands in graphs only while they are captured")
-
-
-@_keep.register_fake
-def _(key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    kept = _KEPT[key]
-    args, kwargs = kept.given.build(tensors)
-    leaves, kept.returned = take_apart(kept.run(*args, **kwargs))
-    # An operator may not return what it was given.
-    return [leaf.clone() for leaf in leaves]
-
-
-KEEP = torch.ops.dmt_compile.keep.default
-# A module whose result is not used may still write to what it is given.
-fx.node.has_side_effect(KEEP)
-
-
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, every_size: bool = False) -> Exported:
+def export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool = False, every_size: bool = False
+) -> Exported:
     """Export ``model``, which is a clone that may be changed, in the mode that it is in.
+
+    With ``strict``, Dynamo reads forward's code, and understands numpy and conversions of sizes, which running it does not; what
+    forward returns, and what modules that stay whole are given, is then learnt from a run on the inputs.
 
     Only the first size of every tensor may be another one later than in the example; with ``every_size``, any that the model
     does not depend on, as for offsets of several features in one tensor, (F, B).
@@ -87,31 +59,48 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, e
         ExportError: the exported program would not hold for every batch size.
         Exception: what torch.export raises for what it cannot take.
     """
-    leaves, arguments = Arguments.of(model, args, kwargs)
-    leaves = _at_least_two_samples(leaves)
+    given, arguments = Arguments.of(model, args, kwargs)
+    leaves = _at_least_two(given, arguments)
     result: list[Template] = []
+    seen = _run_once(model, arguments, given, result) if strict else None
     wrapper = _Flat(model, arguments, result)
     auto = torch.export.Dim.AUTO
     free = [range(leaf.dim() if every_size else min(leaf.dim(), 1)) if isinstance(leaf, torch.Tensor) else () for leaf in leaves]
     dims = tuple(dict.fromkeys(sizes, auto) or None for sizes in free)
-    kept: dict[int, Kept] = {}
-    _keep_modules(model, kept)
-    try:
-        with _quiet(), _sizes_stay_symbolic(model), _KeepFunctions(kept), _decisions() as decisions:
-            program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=(dims,), strict=False)
-        shapes = _checked_shapes(program, arguments, decisions)
-        return Exported(program, arguments, shapes, result[-1], kept)
-    finally:
-        for key in kept:
-            _KEPT.pop(key, None)
+    sizes = contextlib.nullcontext() if strict else _sizes_stay_symbolic(model)
+    with _quiet(), sizes, kept_calls(model, seen) as kept, _decisions() as decisions:
+        program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=(dims,), strict=strict)
+    shapes = _checked_shapes(program, arguments, leaves, decisions)
+    returned = result[0] if strict else result[-1]
+    if len(returned.paths) != sum(spec.kind is OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
+        raise ExportError("forward returns a size of its inputs beside its tensors")
+    return Exported(program, arguments, shapes, returned, kept)
 
 
-def _at_least_two_samples(leaves: list[Any]) -> list[Any]:
-    """Batches of one sample doubled: torch.export takes a size of 1 for a constant."""
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    if sizes != {1}:
-        return leaves
-    return [torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
+def _run_once(model: nn.Module, arguments: Arguments, leaves: list[Any], result: list[Template]) -> dict[str, Signature]:
+    """Run a copy of the model, which says what forward returns, and what its modules are given and return."""
+    copy = clone_sharing_tensors(model, copy_buffers=True)
+    run = _Flat(copy, arguments, result)
+    with _quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]), WithoutMaxNorm():
+        return signatures(copy, lambda: run(*deepcopy_values(leaves)))
+
+
+def _at_least_two(leaves: list[Any], arguments: Arguments) -> list[Any]:
+    """Batches of one sample doubled, and ids of a KeyedJaggedTensor filled up: torch.export takes sizes of 0 and 1 for constants.
+
+    It sees no values, so the ids need not fit their lengths.
+    """
+    tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves]
+    ids = [_is_ids(path) for path in arguments.template.paths]
+    alone = {leaf.shape[0] for leaf, tensor, many in zip(leaves, tensors, ids, strict=True) if tensor and not many} == {1}
+    return [
+        leaf.new_zeros(max(2, len(leaf))) if many else torch.cat([leaf, leaf]) if tensor and alone else leaf
+        for leaf, tensor, many in zip(leaves, tensors, ids, strict=True)
+    ]
+
+
+def _is_ids(path: Path) -> bool:
+    return path[-1].by_attribute and path[-1].key in IDS
 
 
 class _Flat(nn.Module):
@@ -130,58 +119,32 @@ class _Flat(nn.Module):
         return found
 
 
-def is_kept(module: nn.Module) -> bool:
-    """Whether symbolic tracing would keep a module whole."""
-    if torchrec_adapter.is_collection(module) or torchrec_adapter.must_stay_whole(module):
-        return True
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-
-
-def _keep_modules(model: nn.Module, book: dict[int, Kept]) -> None:
-    """Let every call of a torch.nn module become one node."""
-    inside: set[nn.Module] = set()
-    for path, module in model.named_modules():
-        if path and is_kept(module) and module not in inside:
-            inside.update(module.modules())
-            # The call in the graph runs them.
-            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                getattr(module, name).clear()
-            module.__dict__["forward"] = _stand_in(path, module.forward, book)
-
-
-def _stand_in(target: str | Callable[..., Any], run: Callable[..., Any], book: dict[int, Kept]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        tensors, given = take_apart((args, kwargs))
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            return run(*args, **kwargs)
-        key = next(_numbers)
-        _KEPT[key] = book[key] = kept = Kept(target, given, run)
-        found = KEEP(key, tensors)
-        assert kept.returned is not None
-        return kept.returned.build(found)
-
-    return forward
-
-
-class _KeepFunctions(TorchFunctionMode):
-    """Keeps ``embedding_bag``, whose operator returns more than the bags and takes ids in another form than the function."""
-
-    def __init__(self, book: dict[int, Kept]) -> None:
-        super().__init__()
-        self.book = book
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.embedding_bag:
-            return _stand_in(func, func, self.book)(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True)
 class _Decision:
     """A line of the user's code that has asked for more than torch.export knows about a size."""
 
     symbols: frozenset[Any]
     line: str
+    expression: Any
+    result: Any
+
+    def fails_for(self, symbol: Any) -> int | None:
+        """A size for which the code would have decided otherwise, if only this one size decides."""
+        if self.symbols != {symbol} or self.result not in (True, False):
+            return None
+        return next((size for size in _TRIED if _decided(self.expression, symbol, size) is (not self.result)), None)
+
+
+def _decided(expression: Any, symbol: Any, size: int) -> bool | None:
+    """What code would decide for a size; None where the expression has no value."""
+    try:
+        found = expression.subs(symbol, size)
+    except ZeroDivisionError:
+        return None
+    return bool(found) if found in (True, False) else None
+
+
+_TRIED = (*range(5, 34), 64, 100, 1000, 4097, 1 << 20)
 
 
 @contextlib.contextmanager
@@ -194,9 +157,9 @@ def _decisions() -> Iterator[list[_Decision]]:
         before = self._version_counter, len(self.guards)
         result = evaluate(self, expr, *args, **kwargs)
         if (self._version_counter, len(self.guards)) != before:
-            place = user_frame(sys._getframe(1))
+            place = user_place(sys._getframe(1))
             if place is not None:
-                found.append(_Decision(frozenset(expr.free_symbols), quoted(place[0].co_filename, place[1])))
+                found.append(_Decision(frozenset(expr.free_symbols), quoted(*place), expr, result))
         return result
 
     ShapeEnv.evaluate_expr = watched  # type: ignore[method-assign, assignment]
@@ -269,7 +232,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _checked_shapes(
-    program: torch.export.ExportedProgram, arguments: Arguments, decisions: Sequence[_Decision]
+    program: torch.export.ExportedProgram, arguments: Arguments, leaves: Sequence[Any], decisions: Sequence[_Decision]
 ) -> tuple[tuple[int | None, ...], ...]:
     """The sizes that the program holds for, None for any.
 
@@ -279,20 +242,50 @@ def _checked_shapes(
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     found = [values[str(name)] for name in program.graph_signature.user_inputs]
     sizes_of = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in found]
-    shapes = tuple(tuple(int(size) if is_concrete_int(size) else None for size in sizes) for sizes in sizes_of)
-    for shape, sizes, path in zip(shapes, sizes_of, arguments.template.paths, strict=True):
-        if shape and shape[0] is not None and not any(size is None for size in shape):
-            label = arguments.names[path[0].key] + "".join(map(str, path[1:]))
-            # What it was before it became a constant.
-            symbols = getattr(getattr(sizes[0], "node", None), "_expr", None)
-            where = _line(getattr(symbols, "free_symbols", ()), decisions)
-            raise ExportError(f"{where}takes the batch size of '{label}' for the constant {int(sizes[0])}")
-    # A size that stands beside others that may change need not be the batch's.
-    alone = [sizes[0] for shape, sizes in zip(shapes, sizes_of, strict=True) if shape[:1] == (None,) and shape.count(None) == 1]
-    others = free_symbols(sizes_of) - free_symbols(alone)
-    for symbol, allowed in program.range_constraints.items():
-        if symbol.is_Symbol and symbol not in others and not (allowed.lower <= 2 and allowed.upper > 2**31):
-            upper = f" to {allowed.upper}" if allowed.upper < 2**31 else " or more"
-            where = _line({symbol}, decisions)
-            raise ExportError(f"{where}takes another way for batches that are not of {allowed.lower}{upper} samples")
-    return shapes
+    given = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves]
+    shapes = [tuple(int(size) if is_concrete_int(size) else None for size in sizes) for sizes in sizes_of]
+    ids = [_is_ids(path) for path in arguments.template.paths]
+    # Of a size that stands beside others that may change, only the example tells whether it is the batch's.
+    samples = [size[0] for size, many in zip(given, ids, strict=True) if size and not many]
+    alone = [size[0] for size, shape, many in zip(given, shapes, ids, strict=True) if _is_batch(shape) and not many]
+    batch = set(alone or samples)
+    constrained = {
+        symbol: allowed
+        for symbol, allowed in program.range_constraints.items()
+        if symbol.is_Symbol and not (allowed.lower <= 2 and allowed.upper > 2**31)
+    }
+    for index, (shape, sizes, path, many) in enumerate(zip(shapes, sizes_of, arguments.template.paths, ids, strict=True)):
+        for place, (size, symbolic) in enumerate(zip(shape, sizes, strict=True)):
+            first = place == 0 and (many or given[index][0] in batch or shape.count(None) == (size is None))
+            if size is not None:
+                if first:
+                    label = arguments.names[path[0].key] + "".join(map(str, path[1:]))
+                    # What it was before it became a constant.
+                    symbols = getattr(getattr(symbolic, "node", None), "_expr", None)
+                    where = _line(getattr(symbols, "free_symbols", ()), decisions)
+                    raise ExportError(f"{where}takes the {_COUNTED[many][0]} of '{label}' for the constant {size}: {_HINT}")
+                continue
+            for symbol in free_symbols(symbolic):
+                other = next(filter(None, (decision.fails_for(symbol) for decision in decisions)), None)
+                if symbol not in constrained and other is None:
+                    continue
+                if first and symbol not in constrained:
+                    raise ExportError(f"{_line({symbol}, decisions)}takes another way for {other} {_COUNTED[many][1]}: {_SAME}")
+                if first:
+                    allowed = constrained[symbol]
+                    upper = f" to {allowed.upper}" if allowed.upper < 2**31 else " or more"
+                    where = _line({symbol}, decisions)
+                    held = f"{allowed.lower}{upper} {_COUNTED[many][1]}"
+                    raise ExportError(f"{where}takes another way for batches that are not of {held}: {_SAME}")
+                # It holds for this size.
+                shapes[index] = (*shapes[index][:place], given[index][place], *shapes[index][place + 1 :])
+    return tuple(shapes)
+
+
+_HINT = "loops over it, numpy and lists make a number of it, operators of torch do not"
+_SAME = "forward has to take the same way for any number"
+_COUNTED = {False: ("batch size", "samples"), True: ("number of ids", "ids")}
+
+
+def _is_batch(shape: tuple[int | None, ...]) -> bool:
+    return shape[:1] == (None,) and shape.count(None) == 1

@@ -163,13 +163,13 @@ def hides_a_lookup(captured: Captured, inputs: Inputs | None) -> bool:
     if not inside or inputs is None:
         return False
     # Functional lookups are found by running them.
-    with _Watch() as watch:
+    with WithoutMaxNorm() as watch:
         _run(clone_sharing_tensors(captured.root, copy_buffers=True).eval(), inputs)
     return bool(inside & watch.tables)
 
 
-class _Watch(TorchFunctionMode):
-    """Notes the parameters, by Python's id, that ids are looked up in."""
+class WithoutMaxNorm(TorchFunctionMode):
+    """Lets lookups leave the rows that they read as they are; notes the parameters, by Python's id, that they look up in."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,9 +11,10 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
-from .capture_export import KEEP, Exported, ExportError, Kept
+from .capture_export import Exported, ExportError
 from .graphs import NO_GRAD, cut_gradients
-from .nested import Container, Leaf, Path, Template, take_apart
+from .kept import KEEP, Kept
+from .nested import Container, Leaf, Path, Template, first_difference, narrowed
 from .runtime.inputs import MakeResult, PickTensors
 from .sources import user_trace
 
@@ -42,6 +43,9 @@ class _Writer:
         # Values of the exported program's nodes; of an operator with several results, the list of them.
         self.values: dict[fx.Node, Any] = {}
         self.held: dict[str, fx.Node] = {}
+        # Of the nodes of forward's tensors: where each is in the arguments, and which one it is.
+        self.inputs: dict[fx.Node, Path] = {}
+        self.order: dict[fx.Node, int] = {}
 
     def write(self) -> tuple[fx.Graph, dict[str, nn.Module]]:
         program = self.exported.program
@@ -72,7 +76,10 @@ class _Writer:
                 self.values[used].stack_trace = user_trace(node.meta.get("stack_trace"))
 
     def _inputs(self) -> list[fx.Node]:
-        found, self.extras["inputs"] = self.exported.arguments.write(self.graph, self.exported.shapes)
+        arguments = self.exported.arguments
+        found, self.extras["inputs"] = arguments.write(self.graph, self.exported.shapes)
+        self.inputs = dict(zip(found, arguments.template.paths, strict=True))
+        self.order = {node: index for index, node in enumerate(found)}
         return found
 
     def _extra(self, name: str, module: nn.Module, *args: Any) -> fx.Node:
@@ -142,8 +149,30 @@ class _Writer:
             return value
         if Template(value, ()).is_builtin or value.kind in (list, tuple):
             return value.make([self._rebuilt(part, leaves) for part in value.parts])
-        used, template = take_apart(Template(value, ()).build(leaves), lambda part: isinstance(part, fx.Node))
-        return self._extra(f"made_{len(self.extras)}", MakeResult(template), *used)
+        used, template = narrowed(value)
+        given = self._argument(value, [leaves[index] for index in used])
+        return given or self._extra(f"made_{len(self.extras)}", MakeResult(template), *(leaves[index] for index in used))
+
+    def _argument(self, value: Container, leaves: list[fx.Node]) -> fx.Node | None:
+        """Where forward's arguments have a KeyedJaggedTensor of exactly these tensors: the node of it there."""
+        paths = [self.inputs.get(leaf, ()) for leaf in leaves]
+        if not paths or len({path[:-1] for path in paths}) > 1 or not paths[0]:
+            return None
+        arguments = self.exported.arguments
+        held, node = arguments.template.value, None
+        for step in paths[0][:-1]:
+            if node is None:
+                name = arguments.names[step.key]
+                node = next(n for n in self.graph.nodes if n.op == "placeholder" and str(n.target).lstrip("*") == name)
+            elif step.by_attribute or issubclass(held.kind, list | tuple | Mapping):
+                read = getattr if step.by_attribute else operator.getitem
+                there = (user for user in node.users if user.target is read and user.args == (node, step.key))
+                node = next(there, None) or self.graph.call_function(read, (node, step.key))
+            else:
+                return None
+            held = held.parts[held.keys.index(step.key)]
+        same = isinstance(held, Container) and first_difference(held, value, "") is None
+        return node if same and narrowed(held)[0] == [self.order[leaf] for leaf in leaves] else None
 
     def _follow(self, node: fx.Node, path: Path, template: Template, index: int) -> fx.Node:
         if not template.is_builtin:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree
+
+from .adapters import torchrec as torchrec_adapter
+from .adapters import torchrec_parts
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Container:
-    """A dict, list, tuple, dataclass, or anything that torch's pytree knows: what it is made of, and how to make one."""
+    """A dict, list, tuple, dataclass, KeyedJaggedTensor, or what torch's pytree knows: what it is made of, how to make one."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -86,6 +89,9 @@ def _take(value: Any, path: Path, leaves: list[Any], paths: list[Path], is_leaf:
 
 def _open(value: Any) -> tuple[list[Step], list[Any], Callable[[Sequence[Any]], Any]] | None:
     kind = type(value)
+    if torchrec_adapter.is_jagged(value):
+        parts, values, make = torchrec_parts.open_jagged(value)
+        return [Step(name, True) for name in parts], values, make
     if kind is list or kind is tuple:
         return [Step(i) for i in range(len(value))], list(value), kind
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -120,6 +126,30 @@ def _dataclass(kind: type, names: Sequence[str], parts: Sequence[Any]) -> Any:
     return made
 
 
+def narrowed(part: Any) -> tuple[list[int], Template]:
+    """Part of a template's value as a template of its own, and which of the whole's leaves it takes."""
+    used: list[int] = []
+
+    def renumbered(built: Any) -> Any:
+        if isinstance(built, Leaf):
+            used.append(built.index)
+            return Leaf(len(used) - 1)
+        if isinstance(built, Container):
+            return dataclasses.replace(built, parts=tuple(map(renumbered, built.parts)))
+        return built
+
+    return used, Template(renumbered(part), ())
+
+
+def constants(built: Any) -> Iterator[Any]:
+    """The plain values in a template's value."""
+    if isinstance(built, Container):
+        for part in built.parts:
+            yield from constants(part)
+    elif not isinstance(built, Leaf):
+        yield built
+
+
 def _build(built: Any, leaves: Sequence[Any]) -> Any:
     if isinstance(built, Leaf):
         return leaves[built.index]
@@ -143,7 +173,8 @@ def first_difference(found: Any, expected: Any, where: str) -> str | None:
         if found.keys != expected.keys:
             return f"{where} has {_listed(found.keys)}, not {_listed(expected.keys)}"
         for key, mine, theirs in zip(found.keys, found.parts, expected.parts, strict=True):
-            difference = first_difference(mine, theirs, f"{where}[{key!r}]")
+            part = f".{key}" if str(key).endswith("()") else f"[{key!r}]"
+            difference = first_difference(mine, theirs, where + part)
             if difference is not None:
                 return difference
         return None

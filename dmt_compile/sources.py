@@ -1,21 +1,25 @@
-"""Which lines are the user's: innermost frames outside torch and this library."""
+"""Which lines are the user's: innermost frames outside torch, numpy and this library."""
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 import os
 import re
 import traceback
+from collections.abc import Iterable
 from types import CodeType, FrameType
 
 import torch
 
-_LIBRARY_DIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_numpy = importlib.util.find_spec("numpy")
+_FILES = (torch.__file__, os.path.abspath(__file__), *([_numpy.origin] if _numpy is not None and _numpy.origin else []))
+_LIBRARY_DIRS = tuple(os.path.dirname(file) + os.sep for file in _FILES)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def library_file(name: str) -> bool:
-    """Whether a file is torch's or this library's, or no file."""
+    """Whether a file is torch's, numpy's or this library's, or no file."""
     return name.startswith(_LIBRARY_DIRS) or name.startswith("<")
 
 
@@ -26,6 +30,20 @@ def user_frame(frame: FrameType | None) -> tuple[CodeType, int] | None:
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def user_place(frame: FrameType | None) -> tuple[str, int] | None:
+    """The innermost line of user code from ``frame`` outwards, or the one that Dynamo reads at the moment."""
+    context = torch._guards.TracingContext.try_get()
+    read = _users(torch._guards.TracingContext.extract_stack()) if context is not None else []
+    if read:
+        return read[-1].filename, read[-1].lineno or 0
+    found = user_frame(frame)
+    return (found[0].co_filename, found[1]) if found is not None else None
+
+
+def _users(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    return [frame for frame in frames if not library_file(frame.filename)]
 
 
 def trace_of(file: str, line: int, function: str) -> str:
@@ -46,7 +64,8 @@ def quoted(file: str, line: int) -> str:
 
 def reason(error: BaseException) -> str:
     """One line: what went wrong, and the innermost line of the user's code on the way there."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not library_file(frame.filename)]
+    # Dynamo does not run the code that it reads.
+    frames = _users(getattr(error, "real_stack", None) or ()) or _users(traceback.extract_tb(error.__traceback__))
     message = str(error).strip().split("\n")[0]
     if not frames:
         return f"{type(error).__name__}: {message}"

@@ -206,7 +206,6 @@ def pair(batch: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
     "kind, text, why",
     [
         (Diverts, "if x.sum() > 3:", "Could not guard on data-dependent expression"),
-        (Counts, "int(y.max())", "data-dependent expression"),
         (ByBatch, "if x.shape[0] > 5:", "takes another way for batches that are not of 6 or more samples"),
         (Loops, "for i in range(len(x))", "takes the batch size of 'x' for the constant 9"),
     ],
