@@ -49,7 +49,7 @@ def only_export(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise CaptureError("not tried")
 
-    monkeypatch.setattr("dmt_compile.capture._capture_symbolically", refuse)
+    monkeypatch.setattr("dmt_compile.capture.attempts._capture_symbolically", refuse)
 
 
 @pytest.mark.usefixtures("only_export")

@@ -15,7 +15,7 @@ from torch import nn
 from torchrec import KeyedJaggedTensor
 
 from dmt_compile import CaptureError, towerize
-from dmt_compile.capture import _capture_exported
+from dmt_compile.capture.attempts import _capture_exported
 from dmt_compile.errors import source_location
 
 

@@ -17,7 +17,8 @@ from interaction_models import ZOO, Entry
 from plain_models import CASES
 from torch import nn
 
-from dmt_compile import CaptureError, Topology, TowerProgram, capture, towerize
+from dmt_compile import CaptureError, Topology, TowerProgram, towerize
+from dmt_compile.capture import attempts
 from dmt_compile.interactions import Interaction
 
 SMALL = Topology(2, 1)
@@ -62,7 +63,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: nn.Module, structure: object) -> None:
         raise CaptureError("not now")
 
-    monkeypatch.setattr(capture, "_capture_symbolically", refuse)
+    monkeypatch.setattr(attempts, "_capture_symbolically", refuse)
 
 
 # torch.export takes the number of pairs that a mask keeps for that of the batch.

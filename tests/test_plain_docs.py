@@ -19,7 +19,8 @@ from torch import nn
 from torchrec import EmbeddingCollection
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
-from dmt_compile import CaptureError, Topology, capture_symbolic, towerize
+from dmt_compile import CaptureError, Topology, towerize
+from dmt_compile.capture import symbolic
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "lookups.md"
 ROWS, DIM, BATCH, COUNT = 12, 4, 9, 3
@@ -200,7 +201,7 @@ def outcomes(style: Style) -> list[tuple[str, ...]]:
     for front_end in FRONT_ENDS:
         with pytest.MonkeyPatch.context() as patch:
             if front_end != "torch.fx":
-                patch.setattr(capture_symbolic._Tracer, "trace", _refuse_to_trace)
+                patch.setattr(symbolic._Tracer, "trace", _refuse_to_trace)
             found.append(outcome(style, front_end))
     return found
 

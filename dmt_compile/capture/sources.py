@@ -13,7 +13,8 @@ from types import CodeType, FrameType
 import torch
 
 _numpy = importlib.util.find_spec("numpy")
-_FILES = (torch.__file__, os.path.abspath(__file__), *([_numpy.origin] if _numpy is not None and _numpy.origin else []))
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_FILES = (torch.__file__, _PACKAGE, *([_numpy.origin] if _numpy is not None and _numpy.origin else []))
 _LIBRARY_DIRS = tuple(os.path.dirname(file) + os.sep for file in _FILES)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 

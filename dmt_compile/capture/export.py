@@ -20,12 +20,12 @@ from torch import nn
 from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols, is_concrete_int
 
-from .adapters.torchrec_parts import IDS
+from ..adapters.torchrec_parts import IDS
+from ..graphs import clone_sharing_tensors, deepcopy_values
+from ..nested import Path, Template, take_apart
 from .arguments import Arguments
 from .captured import WithoutMaxNorm
-from .graphs import clone_sharing_tensors, deepcopy_values
 from .kept import Kept, Signature, kept_calls, signatures
-from .nested import Path, Template, take_apart
 from .sources import quoted, user_place
 
 

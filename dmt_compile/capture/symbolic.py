@@ -14,10 +14,10 @@ from torch import fx, nn
 from torch.nn.utils import rnn
 from torch.utils._pytree import tree_leaves
 
-from .adapters import torchrec as torchrec_adapter
-from .adapters import torchrec_sequences
+from ..adapters import torchrec as torchrec_adapter
+from ..adapters import torchrec_sequences
+from ..graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
 from .arguments import Arguments
-from .graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
 from .outside import Outside
 from .sources import reason, trace_of, user_frame
 

@@ -17,9 +17,9 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from .adapters import torchrec as torchrec_adapter
-from .adapters.torchrec_parts import pooled_like
-from .nested import Template, constants, take_apart
+from ..adapters import torchrec as torchrec_adapter
+from ..adapters.torchrec_parts import pooled_like
+from ..nested import Template, constants, take_apart
 
 
 @dataclass

@@ -11,11 +11,11 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
-from .capture_export import Exported, ExportError
-from .graphs import NO_GRAD, cut_gradients
+from ..graphs import NO_GRAD, cut_gradients
+from ..nested import Container, Leaf, Path, Template, first_difference, narrowed
+from ..runtime.inputs import MakeResult, PickTensors
+from .export import Exported, ExportError
 from .kept import KEEP, Kept
-from .nested import Container, Leaf, Path, Template, first_difference, narrowed
-from .runtime.inputs import MakeResult, PickTensors
 from .sources import user_trace
 
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled

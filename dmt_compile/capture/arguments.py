@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from .graphs import INPUT
-from .nested import Template, take_apart
-from .runtime.inputs import TakeInputs
+from ..graphs import INPUT
+from ..nested import Template, take_apart
+from ..runtime.inputs import TakeInputs
 
 _STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from . import capture_symbolic
-from .adapters import plain_calls
-from .adapters import torchrec as torchrec_adapter
-from .capture_symbolic import Traced
+from ..adapters import plain_calls
+from ..adapters import torchrec as torchrec_adapter
+from ..errors import CaptureError, source_location
+from ..graphs import EXTRAS, clone_sharing_tensors, graph_module_over
+from . import symbolic as tracing
 from .captured import LOOKUPS, Captured, Inputs, disagrees, hides_a_lookup
-from .errors import CaptureError, source_location
-from .graphs import EXTRAS, clone_sharing_tensors, graph_module_over
 from .sources import reason
+from .symbolic import Traced
 
 __all__ = ["Captured", "capture"]
 
@@ -67,9 +67,9 @@ def capture(model: nn.Module, inputs: Inputs | None = None) -> Captured:
     return hiding
 
 
-def _structure(model: nn.Module, inputs: Inputs) -> capture_symbolic.Structure | None:
+def _structure(model: nn.Module, inputs: Inputs) -> tracing.Structure | None:
     try:
-        return capture_symbolic.structure_of(model, *inputs)
+        return tracing.structure_of(model, *inputs)
     except TypeError:
         # They do not fit forward, which is said where they are used.
         return None
@@ -83,7 +83,7 @@ def _refuse_other_results(captured: Captured, inputs: Inputs) -> None:
         )
 
 
-def _capture_symbolically(model: nn.Module, structure: capture_symbolic.Structure | None) -> Captured:
+def _capture_symbolically(model: nn.Module, structure: tracing.Structure | None) -> Captured:
     whole: dict[str, str] = {}
     while True:
         mine = _trace(model, whole, _as_it_is, structure)
@@ -185,7 +185,7 @@ def _set(root: nn.Module, training: bool) -> None:
 def _export(
     model: nn.Module, prepare: Callable[[nn.Module], None], args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool
 ) -> Traced:
-    from . import capture_export, exported
+    from . import export, exported
 
     failure: Exception | None = None
     for every_size in (False, True):
@@ -193,14 +193,14 @@ def _export(
         root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
         prepare(thrown_away)
         try:
-            program = capture_export.export(thrown_away, args, kwargs, strict=strict, every_size=every_size)
+            program = export.export(thrown_away, args, kwargs, strict=strict, every_size=every_size)
             graph, extras = exported.to_graph(program, root)
             return Traced(root, graph, extras, {})
         except Exception as error:
             failure = failure or error
-            if not isinstance(error, capture_export.ExportError):
+            if not isinstance(error, export.ExportError):
                 break
-    why = str(failure) if isinstance(failure, capture_export.ExportError) else reason(failure)  # type: ignore[arg-type]
+    why = str(failure) if isinstance(failure, export.ExportError) else reason(failure)  # type: ignore[arg-type]
     raise CaptureError(f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}") from failure
 
 
@@ -232,10 +232,10 @@ def _trace(
     model: nn.Module,
     whole: Mapping[str, str],
     prepare: Callable[[nn.Module], None],
-    structure: capture_symbolic.Structure | None,
+    structure: tracing.Structure | None,
 ) -> Traced:
     try:
-        return capture_symbolic.trace(model, whole, prepare, structure)
+        return tracing.trace(model, whole, prepare, structure)
     except Exception as error:
         raise _explain(error, model) from error
 
