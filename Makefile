@@ -24,8 +24,9 @@ help:  ## list the targets
 demo: $(STAMP)  ## run examples/demo.py
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# On two processes; tests that need several ranks share one of them, and its pool of ranks (tests/conftest.py).
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: lint types test  ## lint, strict types and tests: what CI runs
 

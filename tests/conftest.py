@@ -11,6 +11,19 @@ if TYPE_CHECKING:
     from ranks import Ranks
 
 
+# Files whose tests share a fixture that is costly to make.
+_TOGETHER = ("test_plain_docs", "test_mutants", "test_render")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes run the tests, all that need several ranks run in one: the ranks are started once, and not in its way."""
+    for item in items:
+        if {"ranks", "pool"} & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("multi_rank"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif item.path.stem in _TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Ranks]:
     """The session's pool of ranks; it starts with the first test that uses it."""

@@ -28,7 +28,7 @@ def certificate_renderable(certificate: Certificate) -> RenderableType:
     shown = ", ".join(map(str, sizes[:_MOST_SIZES])) + (f", ... ({len(sizes):,} ranks)" if len(sizes) > _MOST_SIZES else "")
     return Group(
         Text(f"Certificate: {plain(certificate.subject)} {verdict}", "bold green" if certificate.passed else "bold red"),
-        Text(f"plan {certificate.plan_hash[:12]}, samples per rank: {shown}"),
+        Text(f"plan {certificate.plan_hash[:12]}; each rank against the flat model on its own samples: {shown}"),
         *_checks(certificate),
         *_failures(certificate),
     )
