@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torch import fx, nn
@@ -12,21 +13,25 @@ from . import versions
 from .adapters import plain, plain_calls, torchrec
 from .capture import Captured
 from .errors import CaptureError
-from .graphs import keys_read
+from .graphs import input_path, keys_read
 from .lookups import LookupSet
 from .observe import Inputs, observe
 from .rounds import in_rounds
-from .shapes import SHAPE, STORAGE, WRITES
+from .shapes import SHAPE, STORAGE, WRITES, PerSample
 from .verify.deal import Layout
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The lookups that towers will serve, and the tables that stay replicated on every rank, with the reason."""
+    """The lookups that towers will serve, and the tables that stay replicated on every rank, with the reason.
+
+    ``whole`` says of tables whose fields are told apart by offsets why they are not taken apart all the same.
+    """
 
     lookups: LookupSet
     replicated: Mapping[str, str]
     layout: Layout
+    whole: Mapping[str, str]
 
 
 def analyse(captured: Captured, inputs: Inputs | None) -> Mapping[bool, Analysis]:
@@ -88,13 +93,14 @@ def _analyse(
     names = tuple(str(node.target) for node in flat.graph.nodes if node.op == "placeholder")
     layout = Layout(names, plain_calls.ragged_inputs(calls), keys_read(flat.graph))
     replicated: dict[str, str] = {}
+    whole: dict[str, str] = {}
     if inputs is not None:
         observed = observe(flat, root, calls, inputs, layout)
         for node in flat.graph.nodes:
             for key, found in ((SHAPE, observed.shapes), (STORAGE, observed.storage), (WRITES, observed.writes)):
                 if node.name in found:
                     node.meta[key] = found[node.name]
-        plain_lookups, replicated = plain.find_plain(flat, calls, observed, lookups, keep, plainly)
+        plain_lookups, replicated, whole = plain.find_plain(flat, calls, observed, lookups, keep, plainly)
         lookups = lookups + plain_lookups
     elif certain and not lookups.lookups:
         raise CaptureError(
@@ -102,11 +108,21 @@ def _analyse(
             "takes it, so that the shapes of the ids are known"
         )
     else:
-        why = "plain embeddings are spread over towers only with example_inputs="
+        why = "what is no EmbeddingBagCollection is spread over towers only with example_inputs="
         replicated = dict.fromkeys((call.parameter for call in certain), why)
+        if replicated:
+            listed = ", ".join(list(replicated)[:4]) + (", ..." if len(replicated) > 4 else "")
+            warnings.warn(f"{len(replicated)} tables stay on every rank ({listed}): {why}(...)", stacklevel=4)
     if not lookups.lookups:
         _refuse(flat, replicated)
-    return Analysis(in_rounds(flat.graph, lookups), replicated, layout)
+    layout = replace(layout, per_sample=_per_sample(flat.graph))
+    return Analysis(in_rounds(flat.graph, lookups), replicated, layout, whole)
+
+
+def _per_sample(graph: fx.Graph) -> tuple[tuple[object, ...], ...]:
+    """The paths of the inputs' tensors that have a row for every sample."""
+    paths = (input_path(node) for node in graph.nodes if node.meta.get(SHAPE, ())[:1] == (PerSample(1, 0),))
+    return tuple(dict.fromkeys(path for path in paths if path is not None))
 
 
 def _refuse(flat: fx.GraphModule, replicated: Mapping[str, str]) -> NoReturn:

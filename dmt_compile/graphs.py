@@ -179,7 +179,30 @@ def source_text(node: fx.Node) -> str:
             return source_text(inner)
         if node.target is torch.ops.aten.select.int and isinstance(node.args[1], int) and node.args[1] >= 0:
             return f"{source_text(inner)}[{':, ' * node.args[1]}{node.args[2]}]"
+    if node.target in _ADDITIONS:
+        given = [arg for arg in node.args if isinstance(arg, fx.Node) and _needs_inputs(arg)]
+        if len(given) == 1:
+            return source_text(given[0])
     return node.name
+
+
+_ADDITIONS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
+
+
+def _needs_inputs(node: fx.Node) -> bool:
+    """Whether a value is computed from the inputs, more than from their device or type."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        one = waiting.pop()
+        if one.op == "placeholder" or INPUT in one.meta:
+            return True
+        if one.op == "call_method" and str(one.target).startswith("new_"):
+            continue
+        for used in one.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                waiting.append(used)
+    return False
 
 
 def input_path(node: fx.Node) -> tuple[object, ...] | None:

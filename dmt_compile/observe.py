@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from .adapters import plain_calls
 from .adapters import torchrec as torchrec_adapter
-from .errors import CaptureError
+from .errors import CaptureError, source_location
 from .graphs import clone_sharing_tensors, extras_of, graph_module_over
 from .shapes import Shape, fit
 from .verify.cluster import placeholders
@@ -158,6 +158,7 @@ class _Recorder(fx.Interpreter):
         self.values: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.of_data_size: set[str] = set()
+        self.node: fx.Node | None = None
         self.storage: dict[str, int] = {}
         self.writes: dict[str, frozenset[int]] = {}
         self._numbers: dict[int, int] = {}
@@ -167,6 +168,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n in self.skipped:
             return None
+        self.node = n
         used = [value for value in (self.env.get(node) for node in n.all_input_nodes) if isinstance(value, torch.Tensor)]
         versions = [value._version for value in used]
         value = self.given[n] if n.op == "placeholder" else super().run_node(n)
@@ -212,7 +214,9 @@ def _run(
             recorder.run(enable_io_processing=False)
         except Exception as error:
             first = str(error).strip().split("\n")[0]
-            raise CaptureError(f"the model does not run on example_inputs: {type(error).__name__}: {first}") from error
+            place = source_location(recorder.node) if recorder.node is not None else None
+            where = f"{place}: " if place else ""
+            raise CaptureError(f"{where}the model does not run on example_inputs: {type(error).__name__}: {first}") from error
     return recorder
 
 

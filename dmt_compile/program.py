@@ -19,6 +19,7 @@ from .partition import make_plan
 from .plan import TowerPlan
 from .stage import Stage
 from .topology import Topology
+from .verify.deal import check_batch
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +132,7 @@ class TowerProgram(nn.Module):
         self._dmt = _Compilation(captured, analyses, plan, _stages_by_mode(captured, analyses, plan), sample)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        check_batch(args, kwargs, self._dmt.analysis.layout)
         return self.stages["towers"].graph_module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> TowerProgram:
@@ -163,6 +165,11 @@ class TowerProgram(nn.Module):
     def replicated(self) -> Mapping[str, str]:
         """Embedding tables that stay on every rank as dense parameters, with the reason."""
         return self._dmt.analysis.replicated
+
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """Tables of several fields that are not taken apart by field, with the reason."""
+        return self._dmt.analysis.whole
 
     @property
     def stages(self) -> Mapping[str, Stage]:
@@ -273,6 +280,7 @@ class TowerProgram(nn.Module):
             timeout=timeout,
             check_ids=check_ids,
             find_unused_parameters=find_unused_parameters,
+            layouts={mode: analysis.layout for mode, analysis in self._dmt.analyses.items()},
         )
 
     def diff(self, before: str = "flat", after: str = "sptt") -> StageDiff:

@@ -77,6 +77,7 @@ def _routing(lookups: LookupSet, plan: TowerPlan, number: int) -> tuple[SelectId
     entries: list[tuple[int, str]] = []
     weighted: list[int] = []
     limits: list[tuple[int, int]] = []
+    tables: list[str] = []
     counts: list[int] = []
     weighted_per_rank: list[tuple[int, ...]] = []
     bag_of: list[list[int]] = []
@@ -96,6 +97,8 @@ def _routing(lookups: LookupSet, plan: TowerPlan, number: int) -> tuple[SelectId
         weighted.extend(len(entries) + index for index in sorted(needs_weights))
         weighted_per_rank.append(tuple(sorted(needs_weights)))
         limits.extend(limit[index] for index in range(len(place)))
+        read = {index: lookup.table for index, lookup in reversed(list(zip(places, served, strict=True)))}
+        tables.extend(read[index] for index in range(len(place)))
         entries.extend(place)
         counts.append(len(place))
         bag_of.append(places)
@@ -105,4 +108,4 @@ def _routing(lookups: LookupSet, plan: TowerPlan, number: int) -> tuple[SelectId
     world = plan.topology.world_size
     exchange = IdExchange(world, tuple(counts), tuple(weighted_per_rank), id_dtype, lookups.unit, number)
     partial = any(len(tables) > 1 for tables in lookups.shards.values())
-    return SelectIds(entries, weighted, limits, lookups.sources, partial), exchange, bag_of
+    return SelectIds(entries, weighted, limits, lookups.sources, partial, tables), exchange, bag_of

@@ -16,7 +16,7 @@ _TOGETHER = ("test_plain_docs", "test_mutants", "test_render")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes run the tests, all that need several ranks run in one: the ranks are started once, and not in its way."""
+    """Where several processes run the tests, all that need several ranks run in one of them, so that ranks are started once."""
     for item in items:
         if {"ranks", "pool"} & set(getattr(item, "fixturenames", ())) or item.get_closest_marker("multi_rank"):
             item.add_marker(pytest.mark.xdist_group("ranks"))

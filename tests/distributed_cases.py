@@ -13,6 +13,7 @@ from torchrec import KeyedJaggedTensor
 
 import dmt_compile
 from dmt_compile.graphs import clone_with_parameters
+from dmt_compile.lookups import LookupSet
 from dmt_compile.verify.compare import tensors_in
 
 Inputs = Sequence[tuple[Any, ...]]
@@ -139,6 +140,22 @@ def merged(parts: Sequence[Mapping[str, torch.Tensor]], tables: set[str]) -> Ten
                 assert torch.equal(tensor, result[name]), f"{name} differs between ranks"
             result[name] = tensor
     return result
+
+
+def by_table(gradients: Tensors, lookups: LookupSet, bases: Mapping[str, int] | None = None) -> Tensors:
+    """Gradients with those of tables under the table's name: a parameter may hold several, and a rank some of them.
+
+    ``bases`` says where the tables that a rank owns begin in its parameter.
+    """
+    found: Tensors = {}
+    for name, gradient in gradients.items():
+        for table in lookups.shards.get(name, ()):
+            start = table.start if bases is None or len(gradient) == lookups.shards[name][-1].end else bases.get(table.name)
+            if start is not None:
+                found[table.name] = gradient.to_dense()[start : start + table.rows]
+        if name not in lookups.shards:
+            found[name] = gradient
+    return found
 
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

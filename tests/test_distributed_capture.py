@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed_cases import copied, flat_step, gradients_of, merged, objective
+from distributed_cases import by_table, copied, flat_step, gradients_of, merged, objective
 from export_models import given
 from ranks import Ranks
 from torch import nn
@@ -47,14 +47,15 @@ def build(name: str) -> Any:
 def steps_on_ranks(name: str) -> Any:
     """Runs on a rank: outputs and gradients of a step in each mode, training first and last, and the full state dict."""
     model = build(name)
-    module = towerize(model, GRID, example_inputs=given(model, 6)).distribute()
+    program = towerize(model, GRID, example_inputs=given(model, 6))
+    module = program.distribute()
     steps = []
     for seed, training in enumerate((True, False, True)):
         module.train(training)
         module.zero_grad()
         output = module(*given(model, SIZES[dist.get_rank()], 10 * seed + dist.get_rank()))
         objective(output).backward()
-        steps.append((copied(output), gradients_of(module)))
+        steps.append((copied(output), by_table(gradients_of(module), program.lookups, module._context.bases)))
     full = module.full_state_dict()
     module.close()
     return steps, full
@@ -64,7 +65,7 @@ def steps_on_ranks(name: str) -> Any:
 def test_steps_in_both_modes(ranks: Ranks, name: str) -> None:
     found = ranks(4, steps_on_ranks, name)
     model = build(name)
-    tables = {t.parameter for t in towerize(model, GRID, example_inputs=given(model, 6)).lookups.tables}
+    lookups = towerize(model, GRID, example_inputs=given(model, 6)).lookups
     for seed, training in enumerate((True, False, True)):
         model = clone_with_parameters(build(name)).train(training)
         batches = [given(model, size, 10 * seed + rank) for rank, size in enumerate(SIZES)]
@@ -72,8 +73,8 @@ def test_steps_in_both_modes(ranks: Ranks, name: str) -> None:
         flat = flat_step(model, batches, SIZES)
         if name not in ("ByKeys", "Nested") or not training:  # Those draw random numbers in training.
             assert bits_differ([steps[seed][0] for steps, _ in found], flat.outputs) is None
-            gradients = merged([steps[seed][1] for steps, _ in found], tables)
-            worst, parameter = furthest(gradients, flat.gradients)
+            gradients = merged([steps[seed][1] for steps, _ in found], set(lookups.table))
+            worst, parameter = furthest(gradients, by_table(flat.gradients, lookups))
             assert worst <= 1, (parameter, worst)
     for _, full in found:
         assert list(full) == list(build(name).state_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torchrec import KeyedJaggedTensor
 from dmt_compile import InputError, PassError, PlanError, Topology, VerificationError, towerize
 from dmt_compile.passes import pipeline
 from dmt_compile.passes.base import Draft
+from dmt_compile.passes.split_towers import SplitTowers
 from dmt_compile.runtime.pooled import RestoreColumns
 from dmt_compile.stage import ALL_TO_ALL, PASS, STEP, WAIT, Stage
 from dmt_compile.topology import valid_tower_counts
@@ -70,7 +72,7 @@ class TestContracts:
             Careless().apply(stages["classic"])
         assert "(what pass 'sptt' ensures, on stage 'sptt')" in caught.value.__notes__
 
-    def test_ids_that_need_another_lookup_are_refused_with_the_users_line(self) -> None:
+    def test_ids_that_need_another_lookup_of_their_round_are_refused_with_the_users_line(self) -> None:
         class Chained(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -82,8 +84,13 @@ class TestContracts:
                 second = KeyedJaggedTensor(keys=["y"], values=ids, lengths=torch.ones_like(ids))
                 return self.b(second).values()
 
+        program = towerize(Chained(), Topology(2, 2))
+        assert [[x.name for x in one.lookups] for one in program.lookups.rounds] == [["x"], ["y"]]
+        # All in one round, as they must not be.
+        flat = program.stages["flat"]
+        sources = tuple(replace(source, round=0) for source in flat.lookups.sources)
         with pytest.raises(PassError, match=r"\(.*test_layout.py:\d+\) computes ids from the result of another lookup"):
-            towerize(Chained(), Topology(2, 2))
+            SplitTowers().apply(replace(flat, lookups=replace(flat.lookups, sources=sources)))
 
     def test_stages_do_not_share_graphs(self) -> None:
         stages = towerize(PooledOnly(table("a", ["x"])), Topology(2, 2)).stages

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_cases import Tensors, copied, gradients_of, merged, objective
+from distributed_cases import Tensors, by_table, copied, gradients_of, merged, objective
 from plain_models import BIG, CASES, Inputs
 from ranks import Ranks
 
 from dmt_compile import Topology, TowerProgram, towerize
 from dmt_compile.graphs import clone_sharing_tensors, clone_with_parameters
-from dmt_compile.lookups import LookupSet
 from dmt_compile.runtime.rank_module import RankModule
 from dmt_compile.verify.cluster import simulate
 from dmt_compile.verify.compare import bits_differ, furthest
@@ -39,22 +38,6 @@ def _sizes(world: int) -> list[list[int]]:
     return [[1 + (rank + step) % 3 for rank in range(world)] for step in range(STEPS)]
 
 
-def _by_table(gradients: Tensors, lookups: LookupSet, bases: Mapping[str, int] | None = None) -> Tensors:
-    """Gradients with those of tables under the table's name: a parameter may hold several, and a rank some of them.
-
-    ``bases`` says where the tables that a rank owns begin in its parameter.
-    """
-    found: Tensors = {}
-    for name, gradient in gradients.items():
-        for table in lookups.shards.get(name, ()):
-            start = table.start if bases is None or len(gradient) == lookups.shards[name][-1].end else bases.get(table.name)
-            if start is not None:
-                found[table.name] = gradient.to_dense()[start : start + table.rows]
-        if name not in lookups.shards:
-            found[name] = gradient
-    return found
-
-
 def train_on_ranks(name: str, grid: tuple[int, int, int], sizes: list[list[int]]) -> Any:
     """Runs on a rank: outputs and gradients of every step, which gradients were sparse, and the full state dict after all."""
     program = _program(name, grid)
@@ -68,7 +51,7 @@ def train_on_ranks(name: str, grid: tuple[int, int, int], sizes: list[list[int]]
         output = module(*args, **kwargs)
         objective(output).backward()
         sparse = {n: p.grad.is_sparse for n, p in module.named_parameters() if p.grad is not None}
-        steps.append((copied(output), _by_table(gradients_of(module), program.lookups, module._context.bases), sparse))
+        steps.append((copied(output), by_table(gradients_of(module), program.lookups, module._context.bases), sparse))
         for optimizer in optimizers:
             optimizer.step()
     full = module.full_state_dict()
@@ -118,7 +101,7 @@ def test_steps_equal_one_process(ranks: Ranks, name: str, grid: tuple[int, int, 
     outputs = simulate(program.stages["lowered"], parts, [clone_sharing_tensors(cluster, copy_buffers=True) for _ in parts])
     assert bits_differ([steps[0][0] for steps, *_ in found], [copied(output) for output in outputs]) is None
     torch.stack([objective(output) for output in outputs]).sum().backward()
-    here = _by_table(gradients_of(cluster), lookups)
+    here = by_table(gradients_of(cluster), lookups)
     on_ranks = merged([steps[0][1] for steps, *_ in found], tables)
     assert {n for n in here if n in tables} == {n for n in on_ranks if n in tables}
     assert all(torch.equal(here[n], on_ranks[n]) for n in tables if n in here)
@@ -129,7 +112,7 @@ def test_steps_equal_one_process(ranks: Ranks, name: str, grid: tuple[int, int, 
         expected = {n: p.grad for n, p in flat.named_parameters() if p.grad is not None}
         sparse = {n for n, g in expected.items() if g.is_sparse}
         mine: Tensors = merged([steps[step][1] for steps, *_ in found], tables)
-        whole = _by_table(expected, lookups)
+        whole = by_table(expected, lookups)
         assert mine.keys() == whole.keys()
         assert {n for steps, *_ in found for n, is_sparse in steps[step][2].items() if is_sparse} == sparse
         if step == 0:

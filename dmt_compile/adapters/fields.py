@@ -22,7 +22,7 @@ class Columns:
     highest: tuple[int, ...]
 
 
-def split_rows(calls: Sequence[Call], rows: int, observed: Observed) -> tuple[list[int], list[list[int]]] | None:
+def split_rows(calls: Sequence[Call], rows: int, observed: Observed) -> tuple[list[int], list[list[int]]] | str | None:
     """Cut a parameter of ``rows`` rows into the tables of several fields, where its lookups add a constant to every field's ids.
 
     ``calls`` are all lookups of the parameter. Each must add constants, the same for every sample, to ids that are not negative,
@@ -30,7 +30,7 @@ def split_rows(calls: Sequence[Call], rows: int, observed: Observed) -> tuple[li
     checked against their field's rows in every batch, and the example's ids must already lie there.
 
     Returns the first row of each table, and for each call the number of the table that every column of its ids reads (a single
-    one if all columns read the same). None if there is but one table.
+    one if all columns read the same). None if there is but one table; a text if the example's ids do not let them be told apart.
     """
     found = []
     for call in calls:
@@ -47,7 +47,11 @@ def split_rows(calls: Sequence[Call], rows: int, observed: Observed) -> tuple[li
     for columns, own in zip(found, places, strict=True):
         for place, highest in zip(own, columns.highest, strict=True):
             if highest >= (*first, rows)[place + 1]:
-                return None
+                low, behind = first[place], (*first, rows)[place + 1]
+                return (
+                    f"example_inputs read row {highest} for a field whose rows are {low} to {behind - 1}, so its fields are not "
+                    "told apart and it is on one rank"
+                )
     return first, places
 
 

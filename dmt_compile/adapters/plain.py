@@ -41,6 +41,7 @@ class _Rows:
 
     tables: tuple[Table, ...]
     places: Mapping[fx.Node, Sequence[int]]
+    whole: str | None = None
 
 
 def find_plain(
@@ -50,8 +51,10 @@ def find_plain(
     others: LookupSet,
     keep: Mapping[str, str] | None = None,
     plainly: Collection[str] = (),
-) -> tuple[LookupSet, dict[str, str]]:
+) -> tuple[LookupSet, dict[str, str], dict[str, str]]:
     """Every plain lookup of a captured graph that an owner can serve, and for the rest of the tables why they stay replicated.
+
+    Also why tables are not taken apart whose lookups add another constant to every field's ids.
 
     ``others`` are the graph's lookups of another kind; no lookup or table gets a name of theirs. Tables in ``keep`` stay
     replicated, for the reason given there. Parameters in ``plainly`` are not taken apart, and their rows not pooled by the owner.
@@ -74,7 +77,8 @@ def find_plain(
     several = {node for own in rows.values() for node, places in own.places.items() if len(places) > 1}
     served = [one.as_rows if one.as_rows is not None and one.call.node in several else one for one in served]
     served = [replace(one, source=_by_field(one.source, rows[one.call.parameter].places[one.call.node])) for one in served]
-    return _lookup_set(served, rows, set(others.lookup)), replicated
+    whole = {parameter: own.whole for parameter, own in rows.items() if own.whole is not None}
+    return _lookup_set(served, rows, set(others.lookup)), replicated, whole
 
 
 def _indexes_by_ids(call: Call, observed: Observed) -> bool:
@@ -166,9 +170,9 @@ def _tables(
         call = own[0]
         name = parameter.removesuffix(".weight")
         split = split_rows(own, call.rows, observed) if parameter not in plainly else None
-        if split is None:
+        if split is None or isinstance(split, str):
             table = Table(_unused(name, taken), parameter, call.rows, call.dim, call.dtype)
-            found[parameter] = _Rows((table,), {one.node: [0] for one in own})
+            found[parameter] = _Rows((table,), {one.node: [0] for one in own}, split)
             continue
         ends = (*split[0][1:], call.rows)
         tables = tuple(

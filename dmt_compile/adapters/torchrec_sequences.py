@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from ..errors import InputError
 from ..graphs import LABEL
 from .torchrec import _loaded, has_hooks
 
@@ -49,11 +50,19 @@ def _read(collection: Any, ids_of: Any, call: Callable[..., Any]) -> dict[str, A
 def by_feature(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     """The ids of every feature; also of no samples, which TorchRec's own ``to_dict`` cannot take apart."""
     if features.stride() > 0:
-        return features.to_dict()  # type: ignore[no-any-return]
+        return _Features(features.to_dict())
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
     empty = {"values": features.values()[:0], "lengths": features.lengths()[:0], "offsets": features.lengths().new_zeros(1)}
-    return {key: JaggedTensor(**empty) for key in features.keys()}  # noqa: SIM118  # no mapping
+    return _Features({key: JaggedTensor(**empty) for key in features.keys()})  # noqa: SIM118  # no mapping
+
+
+class _Features(dict[str, Any]):
+    """The ids of every feature, which says which ones there are when one is missing."""
+
+    def __missing__(self, key: str) -> Any:
+        have = ", ".join(map(repr, list(self)[:12])) + (", ..." if len(self) > 12 else "")
+        raise InputError(f"the batch has no feature '{key}', which an EmbeddingCollection looks up; it has {have}")
 
 
 def accept_empty_batches(root: nn.Module) -> None:

@@ -306,6 +306,6 @@ def _check_model(model: object) -> None:
 def _explain(error: Exception, model: nn.Module) -> CaptureError:
     return CaptureError(
         f"{type(model).__name__} could not be traced to its embedding lookups.\n  {reason(error)}\n"
-        "Code on the way to a lookup must not branch or loop on tensor values: move such code out of forward, "
+        "Code outside submodules without lookups must not branch or loop on tensor values: move such code out of forward, "
         "or into a submodule that holds no lookup (it is then kept whole)."
     )

@@ -58,7 +58,8 @@ def find_interactions(
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet(), _plain_attention():
             return recognise(_run(flat, root, lookups, inputs, layout))
     except Exception as error:
-        return (Interaction("unknown", first_line(error), Block(()), "", (), None),)
+        reason = first_line(error) if inputs is not None else f"give example_inputs to see it ({first_line(error)})"
+        return (Interaction("unknown", reason, Block(()), "", (), None),)
 
 
 @contextlib.contextmanager

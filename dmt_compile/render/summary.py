@@ -166,6 +166,8 @@ def _lookups(program: TowerProgram) -> Iterator[RenderableType]:
         left = sum(len(outputs) for outputs in list(groups.values())[_MOST_LOOKUPS:])
         yield _line(f"  ... and {left:,} more (program.lookups.outputs)")
     yield from _rounds(lookups)
+    for parameter, why in list(program.whole.items())[:_MOST_REASONS]:
+        yield _line(f"  {parameter} is not taken apart by field: {why}", "yellow")
 
 
 def _style(lookups: LookupSet, output: LookupOutput) -> str:

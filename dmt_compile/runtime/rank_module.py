@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DistributedError
 from ..graphs import clone_sharing_tensors, resolve_parameter
-from ..lookups import LookupSet, Table
 from ..stage import ALL_TO_ALL, WAIT, Stage
+from ..verify.deal import Layout, check_batch
 from .base import Progress, RankContext, Traffic
 from .checkpoint import load_optimizer_state, optimizer_state, own_rows, show_whole_tables, take_own_rows
 from .consensus import agree
@@ -51,6 +52,7 @@ class RankModule(nn.Module):
         groups: TowerGroups,
         group: ProcessGroup,
         find_unused_parameters: bool,
+        layouts: Mapping[bool, Layout],
     ) -> None:
         super().__init__()
         stage, root = stages[True], context.root
@@ -64,6 +66,7 @@ class RankModule(nn.Module):
         self._lookups = stage.lookups
         self._flat_keys = tuple(stage.root.state_dict(keep_vars=True))
         self._context = context
+        self._layouts = layouts
         self._groups: TowerGroups | None = groups
         self._group = group
         own = {id(root.get_parameter(stage.lookups.table[name].parameter)) for name in stage.plan.tables_of_rank[context.rank]}
@@ -73,8 +76,8 @@ class RankModule(nn.Module):
         self._run: tuple[nn.Module, _ByMode] | None = (_synchronised(graphs, own, group, find_unused_parameters), graphs)
         self._over = ""
         # Called on the class: mypy exempts torch's own functions from its rule on untyped calls, but not inherited ones.
-        nn.Module.register_load_state_dict_pre_hook(self, take_own_rows)
-        nn.Module.register_state_dict_post_hook(self, show_whole_tables)
+        nn.Module.register_load_state_dict_pre_hook(self, partial(take_own_rows, context, self._lookups))
+        nn.Module.register_state_dict_post_hook(self, partial(show_whole_tables, context, self._lookups))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run, _ = self._running()
@@ -84,6 +87,7 @@ class RankModule(nn.Module):
         context.sums_in_backward = synchronised and torch.is_grad_enabled()
         context.open = context.open or context.sums_in_backward
         try:
+            check_batch(args, kwargs, self._layouts[self.training])
             return run(*args, **kwargs)
         except Exception as error:
             if type(error).__module__ == "torch.utils.checkpoint":
@@ -162,7 +166,7 @@ class RankModule(nn.Module):
     def table_parameters(self) -> Iterator[nn.Parameter]:
         """The tables that this rank owns."""
         for name in self._table_names:
-            yield self.get_parameter(name)
+            yield self._parameter(name)
 
     def dense_parameters(self) -> Iterator[nn.Parameter]:
         """All parameters that are not tables; the same values on every rank."""
@@ -170,6 +174,10 @@ class RankModule(nn.Module):
         for name, parameter in self.named_parameters():
             if name not in own:
                 yield parameter
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        # Not from this module: its own methods would hide parameters that are called as they are.
+        return self._context.root.get_parameter(name)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate dense gradients without averaging them, as for DistributedDataParallel."""
@@ -194,7 +202,7 @@ class RankModule(nn.Module):
                 for table in tables:
                     rows = value[table.start : table.end]
                     if owner[table.name] == self.rank:
-                        rows.copy_(self.rows(table))
+                        rows.copy_(own_rows(self._context, self._parameter(table.parameter).detach(), table))
                     dist.broadcast(rows, src=ranks[owner[table.name]], group=self._group)
                 result[key] = value
             elif key in own and key not in self._context.aliases:
@@ -213,7 +221,7 @@ class RankModule(nn.Module):
         rows for all. Loading into it loads into the optimizer's own tensors; :meth:`load_optimizer_state_dict` does the rest. An
         optimizer that has not stepped yet gets its state here, unless there are gradients: ``zero_grad()`` first.
         """
-        return optimizer_state(self, optimizer)
+        return optimizer_state(self, self._context, self._lookups, optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`optimizer_state_dict` has returned, saved or loaded.
@@ -221,21 +229,7 @@ class RankModule(nn.Module):
         Raises:
             DistributedError: it lacks rows that this rank holds.
         """
-        load_optimizer_state(self, optimizer, state_dict)
-
-    def rows(self, table: Table) -> torch.Tensor:
-        """The rows of one of this rank's tables, as they lie in its parameter."""
-        return own_rows(self, self.get_parameter(table.parameter).detach(), table)
-
-    @property
-    def context(self) -> RankContext:
-        """What this rank's modules know."""
-        return self._context
-
-    @property
-    def lookups(self) -> LookupSet:
-        """All embedding lookups of the model."""
-        return self._lookups
+        load_optimizer_state(self, self._context, self._lookups, optimizer, state_dict)
 
     def close(self) -> None:
         """Release the process groups; a collective call. The parameters stay usable."""
@@ -353,6 +347,7 @@ def distribute(
     timeout: timedelta | None,
     check_ids: bool,
     find_unused_parameters: bool,
+    layouts: Mapping[bool, Layout],
 ) -> RankModule:
     """See :meth:`TowerProgram.distribute`."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -395,7 +390,7 @@ def distribute(
         aliases=pruned.aliases,
         bases=pruned.bases,
     )
-    return RankModule(stages, context, groups, group, find_unused_parameters)
+    return RankModule(stages, context, groups, group, find_unused_parameters, layouts)
 
 
 def _weight_dtype(stage: Stage) -> torch.dtype | None:

@@ -62,7 +62,8 @@ class SelectIds(nn.Module):
 
     ``weighted`` are the positions of the entries whose weights are needed too. With ``limits`` (the first row of each entry's
     table, and the one behind its last) ids are checked to lie inside their table before they travel; where tables are
-    ``partial``, runs of rows of a parameter, that must not be left out: an id could be one of another table.
+    ``partial``, runs of rows of a parameter, that must not be left out: an id could be one of another table. ``tables`` are the
+    names of the entries' tables.
 
     Raises:
         InputError: a feature is missing from the batch, sources disagree on the batch size, or an id is out of range.
@@ -75,9 +76,11 @@ class SelectIds(nn.Module):
         limits: Sequence[tuple[int, int]],
         sources: Sequence[IdSource],
         partial: bool = False,
+        tables: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.partial = partial
+        self.tables = tuple(tables)
         self.entries = tuple(entries)
         self.weighted = tuple(weighted)
         self.limits = tuple(limits)
@@ -145,12 +148,15 @@ class SelectIds(nn.Module):
             number, feature = self.entries[entry]
             low, high = self.limits[entry]
             what = f"feature '{feature}' has id {int(request.values[place])}, "
+            ends = request.lengths.flatten().cumsum(0)
+            sample = int((ends <= place).sum()) - entry * request.lengths.shape[1]
+            where = f" (table '{self.tables[entry]}', {self.sources[number].unit} {sample} of the batch)" if self.tables else ""
             if low or (self.sources[number].form != "keyed" and len(self.sources[number].features) > 1):
                 raise InputError(
-                    f"{what}outside rows {low} to {high - 1} of its table, which example_inputs showed to be its own: correct the "
-                    "id, or compile with example_inputs that hold such ids"
+                    f"{what}outside rows {low} to {high - 1} of its table, which example_inputs showed to be its own{where}: "
+                    "correct the id, or compile with example_inputs that hold such ids"
                 )
-            raise InputError(f"{what}outside its table of {high} rows")
+            raise InputError(f"{what}outside its table of {high} rows{where}")
 
 
 def _stack(ids: Sequence[JaggedIds]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,11 +15,33 @@ from ..lookups import RaggedInput
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the model says about its inputs: the names of forward's arguments, which inputs are ragged, and which keys it reads."""
+    """What the model says about its inputs: the names of forward's arguments, which inputs are ragged, and which keys it reads.
+
+    ``per_sample`` are the paths of tensors that have a row for every sample, as example inputs showed.
+    """
 
     names: tuple[str, ...] = ()
     ragged: tuple[RaggedInput, ...] = ()
     keys: tuple[tuple[object, ...], ...] = ()
+    per_sample: tuple[tuple[object, ...], ...] = ()
+
+
+def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
+    """Refuse a batch that lacks something, before the model stumbles over it.
+
+    Raises:
+        InputError: there is no entry that the model reads, or tensors with a row for every sample have different numbers of rows.
+    """
+    _require_keys(args, kwargs, layout)
+    given = {**dict(zip(layout.names, args, strict=False)), **kwargs}
+    found: dict[str, int] = {}
+    for path in layout.per_sample:
+        place = _tensor_at(given, path)
+        if place is not None and place[1] is None and place[0].dim():
+            found[place_text(path)] = place[0].shape[0]
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{name} {size}" for name, size in list(found.items())[:12])
+        raise InputError(f"the inputs have different numbers of samples: {listed}")
 
 
 def deal(

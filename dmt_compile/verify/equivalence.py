@@ -96,6 +96,10 @@ class Verifier:
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise InputError(f"steps must be a number of optimizer steps, 0 or more, got {steps!r}")
+        given: object = optimizer
+        if not callable(given):
+            kind = type(given).__name__
+            raise InputError(f"optimizer must be a function that makes one from parameters, such as torch.optim.Adam, got {kind}")
         self._check_ids()
         if not sum(self.sizes):
             raise InputError("the batch has no samples, on which everything is equal: verify needs at least one sample")
