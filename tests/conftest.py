@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,10 @@ import pytest
 
 if TYPE_CHECKING:
     from ranks import Ranks
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several processes share the cores; threads that wait for each other would only take them away.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # Files whose tests share a fixture that is costly to make.

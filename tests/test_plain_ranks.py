@@ -193,7 +193,7 @@ def test_a_bad_batch_raises_on_all_ranks(ranks: Ranks) -> None:
         ("functional", "floats"): ("InputError", r"'x' must hold integer ids, got torch\.float32"),
         ("sequence only", "count"): ("InputError", r"'x' has ids of shape \(2, 8\).*compiled for 4 per sample \(shape \(B, 4\)"),
         ("offsets", "offsets"): ("InputError", r"the offsets of 'a' must start at 0 and not decrease"),
-        ("history", "key"): ("KeyError", "history"),
+        ("history", "key"): ("InputError", r"the batch has no batch\['history'\], which the model reads"),
     }
     on_good, on_bad = ranks(2, bad_on_ranks, list(expected))
     for (name, message), (good, other), (error, text) in zip(on_bad, on_good, expected.values(), strict=True):
