@@ -34,7 +34,7 @@ class Analysis:
     whole: Mapping[str, str]
 
 
-def analyse(captured: Captured, inputs: Inputs | None) -> Mapping[bool, Analysis]:
+def analyse(captured: Captured, inputs: Inputs | None, dynamic_ids: bool = False) -> Mapping[bool, Analysis]:
     """Find every embedding lookup of a captured model, for training mode (True) and for evaluation mode.
 
     Raises:
@@ -43,12 +43,12 @@ def analyse(captured: Captured, inputs: Inputs | None) -> Mapping[bool, Analysis
     """
     training, evaluation = captured.graphs[True], captured.graphs[False]
     if training is evaluation:
-        only = _analyse(training, captured.root, inputs, {}, ())
+        only = _analyse(training, captured.root, inputs, {}, (), dynamic_ids)
         return {True: only, False: only}
     kept: Mapping[str, str] = {}
     plainly: set[str] = set()
     while True:
-        both = {mode: _analyse(graph, captured.root, inputs, kept, plainly) for mode, graph in captured.graphs.items()}
+        both = {mode: _analyse(graph, captured.root, inputs, kept, plainly, dynamic_ids) for mode, graph in captured.graphs.items()}
         mine, theirs = both[True], both[False]
         if set(mine.replicated) != set(theirs.replicated):
             # What one mode must have on every rank stays there in the other.
@@ -85,7 +85,12 @@ def _refuse_other_lookups(training: LookupSet, evaluation: LookupSet) -> None:
 
 
 def _analyse(
-    flat: fx.GraphModule, root: nn.Module, inputs: Inputs | None, keep: Mapping[str, str], plainly: Collection[str]
+    flat: fx.GraphModule,
+    root: nn.Module,
+    inputs: Inputs | None,
+    keep: Mapping[str, str],
+    plainly: Collection[str],
+    dynamic_ids: bool,
 ) -> Analysis:
     lookups = torchrec.find_collections(flat)
     calls = plain_calls.find_calls(flat)
@@ -100,7 +105,7 @@ def _analyse(
             for key, found in ((SHAPE, observed.shapes), (STORAGE, observed.storage), (WRITES, observed.writes)):
                 if node.name in found:
                     node.meta[key] = found[node.name]
-        plain_lookups, replicated, whole = plain.find_plain(flat, calls, observed, lookups, keep, plainly)
+        plain_lookups, replicated, whole = plain.find_plain(flat, calls, observed, lookups, keep, plainly, dynamic_ids)
         lookups = lookups + plain_lookups
     elif certain and not lookups.lookups:
         raise CaptureError(

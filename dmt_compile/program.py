@@ -42,6 +42,7 @@ def towerize(
     partition: str = "balanced",
     example_inputs: ExampleInputs | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_ids: bool = False,
 ) -> TowerProgram:
     """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
 
@@ -58,6 +59,8 @@ def towerize(
             what is no ``EmbeddingBagCollection``, and to show where features mix. A clone runs on it in evaluation mode several
             times: on the batch, on its halves, and with zeros and ones in place of its values.
         example_kwargs: keyword arguments beside positional ``example_inputs``.
+        dynamic_ids: let the number of ids of one sample (the length of padded histories) change from batch to batch and from rank
+            to rank. Each lookup of such ids then has a round of exchanges of its own; else the number is that of the example.
 
     Raises:
         CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.
@@ -69,7 +72,7 @@ def towerize(
         raise PlanError(f"topology must be a dmt_compile.Topology, got {type(topology).__name__}")
     inputs = split_inputs(example_inputs, example_kwargs)
     captured = capture(model, inputs)
-    analyses = analyse(captured, inputs)
+    analyses = analyse(captured, inputs, dynamic_ids)
     plan = make_plan(analyses[True].lookups, topology, towers, partition)
     return TowerProgram(captured, analyses, plan, _few(inputs, analyses))
 

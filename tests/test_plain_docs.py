@@ -274,7 +274,8 @@ ids of one sample, R and d the table's rows and width.
 
 Ids go to the rank that owns the table, or that run of its rows. What the lookup itself pools is pooled there, and so are rows
 that the model sums, averages or takes the maximum of at once; rows that it attends to, feeds to an RNN or looks at in another way
-travel as they are. The number of ids of one sample is the example's, unless they are pooled or their number is the data's.
+travel as they are. The number of ids of one sample is the example's, unless the lookup itself pools them, their number is the
+data's, or the model is compiled with `dynamic_ids=True`.
 Lookups whose ids need another lookup, and those whose number of ids or bags is no multiple of the batch, have a round of
 exchanges of their own.
 

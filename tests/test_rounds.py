@@ -13,7 +13,7 @@ from plain_models import BIG, CASES
 from ranks import Ranks
 from torch import nn
 
-from dmt_compile import CaptureError, Topology, TowerProgram, VerificationError, towerize
+from dmt_compile import CaptureError, InputError, Topology, TowerProgram, VerificationError, towerize
 from dmt_compile.stage import ALL_TO_ALL
 from dmt_compile.verify.layout import check_layout
 
@@ -113,3 +113,56 @@ def test_a_batch_that_cannot_be_dealt_says_so() -> None:
 
     with pytest.raises((CaptureError, ValueError), match="disagree on the batch size"):
         towerize(Flat(), Topology(2, 2), example_inputs=(torch.arange(6), torch.tensor([1, 2, 3])))
+
+
+class Histories(nn.Module):
+    """Two padded histories of one table, one pooled at once and one read by an RNN, beside an item and one table for all fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.item, self.fields = nn.Embedding(BIG, 3, padding_idx=0), nn.Embedding(2 * BIG, 2)
+        self.gru, self.top = nn.GRU(3, 2, batch_first=True), nn.Linear(2 + 3 + 3 + 4, 1)
+
+    def forward(self, seen: torch.Tensor, liked: torch.Tensor, item: torch.Tensor, fields: torch.Tensor) -> torch.Tensor:
+        read = self.gru(self.item(seen))[0][:, -1]
+        rows = self.fields(fields + torch.tensor([0, BIG])).flatten(1)
+        return self.top(torch.cat([read, self.item(liked).mean(1), self.item(item), rows], dim=1))
+
+
+def histories(batch: int, seen: int, liked: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randint(0, BIG, shape, generator=generator) for shape in ((batch, seen), (batch, liked), (batch,), (batch, 2))
+    )
+
+
+def test_the_number_of_ids_may_change() -> None:
+    program = towerize(Histories(), Topology(2, 2), example_inputs=histories(6, 4, 3), dynamic_ids=True)
+    assert [one.unit for one in program.lookups.rounds] == ["sample", "id", "id"]
+    assert {"fields[0:11]", "fields[11:22]"} <= set(program.lookups.table)
+    for seen, liked in ((4, 3), (1, 7), (9, 1)):
+        certificate = program.verify(*histories(9, seen, liked))
+        assert certificate.passed, str(certificate)
+    fixed = towerize(Histories(), Topology(2, 2), example_inputs=histories(6, 4, 3))
+    assert len(fixed.lookups.rounds) == 1
+    with pytest.raises(InputError, match="compile with dynamic_ids=True"):
+        fixed.verify(*histories(9, 5, 3))
+
+
+def dynamic_on_ranks() -> bool:
+    """Runs on a rank: whether a step on histories as long as no other rank's gives the flat model's output."""
+    model = Histories()
+    rank = dist.get_rank()
+    module = towerize(model, Topology(2, 2), example_inputs=histories(6, 4, 3), dynamic_ids=True).distribute()
+    batch = histories(2 + rank, 1 + 2 * rank, 4 - rank, seed=rank)
+    output = module(*batch)
+    objective(output).backward()
+    same = torch.equal(output, model(*batch))
+    module.close()
+    return same
+
+
+@pytest.mark.multi_rank
+def test_ranks_with_histories_of_other_lengths(ranks: Ranks) -> None:
+    assert all(ranks(4, dynamic_on_ranks))

@@ -20,7 +20,8 @@ from .pooled_rows import PooledRows, pooled_rows
 class _Served:
     """A lookup that an owner can serve: where its ids come from, and the shape of its result.
 
-    One whose rows the owner also pools can be served ``as_rows`` instead.
+    One whose rows the owner also pools can be served ``as_rows`` instead, and one with a number of ids for each sample for
+    ``any_number`` of them.
     """
 
     call: Call
@@ -29,6 +30,7 @@ class _Served:
     like: str | None
     pooled: PooledRows | None = None
     as_rows: _Served | None = None
+    any_number: _Served | None = None
 
     @property
     def pooling(self) -> Pooling:
@@ -51,6 +53,7 @@ def find_plain(
     others: LookupSet,
     keep: Mapping[str, str] | None = None,
     plainly: Collection[str] = (),
+    dynamic: bool = False,
 ) -> tuple[LookupSet, dict[str, str], dict[str, str]]:
     """Every plain lookup of a captured graph that an owner can serve, and for the rest of the tables why they stay replicated.
 
@@ -58,6 +61,7 @@ def find_plain(
 
     ``others`` are the graph's lookups of another kind; no lookup or table gets a name of theirs. Tables in ``keep`` stay
     replicated, for the reason given there. Parameters in ``plainly`` are not taken apart, and their rows not pooled by the owner.
+    With ``dynamic`` the number of ids of one sample may change from batch to batch where they are a dimension of their own.
     """
     calls = [call for call in calls if not call.indexing or _indexes_by_ids(call, observed)]
     kept = {call.parameter: keep[call.parameter] for call in calls if keep and call.parameter in keep}
@@ -76,6 +80,8 @@ def find_plain(
     # What reads several tables cannot be pooled by the owner of one.
     several = {node for own in rows.values() for node, places in own.places.items() if len(places) > 1}
     served = [one.as_rows if one.as_rows is not None and one.call.node in several else one for one in served]
+    if dynamic:
+        served = [one.any_number if one.any_number is not None and one.call.node not in several else one for one in served]
     served = [replace(one, source=_by_field(one.source, rows[one.call.parameter].places[one.call.node])) for one in served]
     whole = {parameter: own.whole for parameter, own in rows.items() if own.whole is not None}
     return _lookup_set(served, rows, set(others.lookup)), replicated, whole
@@ -122,19 +128,20 @@ def _serve(call: Call, observed: Observed, pooled: PooledRows | None) -> _Served
     regular = len(seen.shape) == len(seen.fewer) and len(grows) == 1 and _numel(seen.fewer) == count * observed.fewer
     # Samples must not share a row of ids.
     regular = regular and seen.shape[grows[0]] % observed.batch == 0
+    any_number = _Served(call, replace(source, count=1, shape=(None,) * len(seen.shape), unit="id"), None, call.ids.name)
     if seen.varies or left or not count or not regular:
-        return _Served(call, replace(source, count=1, shape=(None,) * len(seen.shape), unit="id"), None, call.ids.name)
+        return any_number
 
     def growing(shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(-1 if place == grows[0] else size for place, size in enumerate(shape))
 
     source = replace(source, count=count, shape=growing(seen.shape))
-    rows = _Served(call, source, growing(result.shape), None)
+    rows = _Served(call, source, growing(result.shape), None, any_number=any_number if len(seen.shape) > 1 else None)
     if pooled is None or len(seen.shape) != 2:
         return rows
     if pooled.weights is not None:
         source = replace(source, weighted=True, extra=(pooled.weights.name,), weight_dtype=call.dtype)
-    return _Served(call, source, pooled.shape, None, pooled, rows)
+    return _Served(call, source, pooled.shape, None, pooled, rows, rows.any_number)
 
 
 def _serve_offsets(call: Call, source: IdSource, observed: Observed, result: Seen) -> _Served | str:

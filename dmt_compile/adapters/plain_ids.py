@@ -41,7 +41,7 @@ def _fixed(ids: torch.Tensor, source: IdSource) -> tuple[torch.Tensor, torch.Ten
     count = source.count or (ids.shape[-1] if ids.dim() else 0)
     if not _fits(ids.shape, source.shape) or (source.count and ids.numel() % (count * features)):
         number = f" for {source.count} per sample" if source.count else ""
-        advice = ": pad or cut them to that number, or compile for another one" if source.count else ""
+        advice = ": pad or cut them to that number, or compile with dynamic_ids=True" if source.count else ""
         raise InputError(
             f"'{source.label}' has ids of shape {tuple(ids.shape)}, the model was compiled{number} ({_shape_text(source)}){advice}"
         )
