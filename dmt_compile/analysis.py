@@ -120,14 +120,15 @@ def _analyse(
             warnings.warn(f"{len(replicated)} tables stay on every rank ({listed}): {why}(...)", stacklevel=4)
     if not lookups.lookups:
         _refuse(flat, replicated)
-    layout = replace(layout, per_sample=_per_sample(flat.graph))
+    layout = replace(layout, per_sample=_per_sample(flat.graph, layout))
     return Analysis(in_rounds(flat.graph, lookups), replicated, layout, whole)
 
 
-def _per_sample(graph: fx.Graph) -> tuple[tuple[object, ...], ...]:
-    """The paths of the inputs' tensors that have a row for every sample."""
+def _per_sample(graph: fx.Graph, layout: Layout) -> tuple[tuple[object, ...], ...]:
+    """The paths of the inputs' tensors that have a row for every sample, and not by chance one id in every bag."""
+    ragged = {path for one in layout.ragged for path in (one.values, one.offsets, one.weights)}
     paths = (input_path(node) for node in graph.nodes if node.meta.get(SHAPE, ())[:1] == (PerSample(1, 0),))
-    return tuple(dict.fromkeys(path for path in paths if path is not None))
+    return tuple(dict.fromkeys(path for path in paths if path is not None and path not in ragged))
 
 
 def _refuse(flat: fx.GraphModule, replicated: Mapping[str, str]) -> NoReturn:

@@ -99,6 +99,27 @@ def test_a_key_that_is_missing() -> None:
     assert program("history").verify({**batch, "label": torch.ones(6)}, steps=0).passed
 
 
+def test_one_id_in_every_bag_by_chance() -> None:
+    """The example says nothing about the number of ids of other batches."""
+
+    class Bagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.table = nn.EmbeddingBag(BIG, 2, mode="sum"), nn.Embedding(BIG, 2)
+
+        def forward(self, ids: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.bag(ids, offsets) + self.table(x)
+
+    model = Bagged()
+    compiled = towerize(model, GRID, example_inputs=(torch.arange(6), torch.arange(6), ones(6)))
+    more = (torch.arange(9) % BIG, torch.tensor([0, 2, 4, 7]), ones(4))
+    assert torch.equal(compiled(*more), model(*more))
+    certificate = compiled.verify(*more)
+    assert certificate.passed, str(certificate)
+    with pytest.raises(InputError, match="different numbers of samples: x 4, y 3"):
+        program("functional")(ones(4), ones(3))
+
+
 def test_inputs_of_different_sizes() -> None:
     refused(InputError, r"disagree on the batch size.*\(6,\): 6.*\(7,\): 7", "functional", ones(6), ones(7))
 
