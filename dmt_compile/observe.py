@@ -138,7 +138,14 @@ def _constants(tensors: Mapping[str, torch.Tensor], probes: Sequence[Mapping[str
 
 
 def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    return not value.is_meta and not other.is_meta and value.dtype == other.dtype and torch.equal(value, other)
+    if not (_is_plain(value) and _is_plain(other)) or value.is_meta or other.is_meta or value.dtype != other.dtype:
+        return False
+    return torch.equal(value, other)
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor has values in memory of its own: not one of a class that only stands for some, and not sparse or nested."""
+    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
 
 
 # Operators whose result has as many elements as the data says.
@@ -172,7 +179,7 @@ class _Recorder(fx.Interpreter):
         used = [value for value in (self.env.get(node) for node in n.all_input_nodes) if isinstance(value, torch.Tensor)]
         versions = [value._version for value in used]
         value = self.given[n] if n.op == "placeholder" else super().run_node(n)
-        written = [one for one, version in zip(used, versions, strict=True) if one._version != version]
+        written = [one for one, version in zip(used, versions, strict=True) if one._version != version and _is_plain(one)]
         if written:
             self.writes[n.name] = frozenset(map(self._number, written))
             self._written.extend(written)
@@ -183,7 +190,8 @@ class _Recorder(fx.Interpreter):
         if isinstance(value, torch.Tensor) and not value.is_nested:
             self.shapes[n.name] = tuple(value.shape)
             self.dtypes[n.name] = value.dtype
-            self.storage[n.name] = self._number(value)
+            if _is_plain(value):
+                self.storage[n.name] = self._number(value)
             if n.name in self.kept:
                 self.tensors[n.name] = value.detach()
         return value

@@ -273,3 +273,22 @@ def test_writes_to_something_else_are_taken() -> None:
     program = towerize(Writes(lambda x: x + 1), GRID, example_inputs=(ids(6, 3).float(), ids(6, 3)))
     certificate = program.verify(ids(9, 3).float(), ids(9, 3))
     assert certificate.passed, str(certificate)
+
+
+class OverAGraph(nn.Module):
+    """A sparse matrix as a buffer, and a product with it that is not computed in memory of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.dense = nn.Embedding(BIG, 3), nn.Parameter(torch.randn(BIG, 3))
+        self.register_buffer("edges", torch.eye(BIG).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x) + torch.sparse.mm(self.edges, self.dense).sum(0)
+
+
+def test_sparse_tensors_in_the_model() -> None:
+    model = OverAGraph()
+    program = towerize(model, GRID, example_inputs=(ids(6),))
+    assert set(program.lookups.table) == {"table"}
+    assert bits_differ(program(ids(9)), model(ids(9))) is None

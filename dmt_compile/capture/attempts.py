@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses import FakeTensor
 
 from ..adapters import plain_calls
 from ..adapters import torchrec as torchrec_adapter
@@ -205,9 +206,16 @@ def _export(
 
 
 def _adopt_constants(root: nn.Module, traced: Traced) -> None:
-    """Let a graph that was traced on another clone read the constants that tracing made from ``root``."""
+    """Let a graph that was traced on another clone read the constants that tracing made from ``root``.
+
+    Raises:
+        CaptureError: a constant has no values: forward has kept it from a call in which there were none.
+    """
     for node in traced.graph.nodes:
         value = traced.root.__dict__.get(str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, FakeTensor):
+            where = source_location(node) or f"node '{node.name}'"
+            raise CaptureError(f"{where}: forward uses a tensor that it keeps from one call to the next: compute it in every call")
         if isinstance(value, torch.Tensor):
             node.target = _place_of_constant(str(node.target), value, root)
 
