@@ -15,7 +15,7 @@ from .capture import Captured
 from .errors import CaptureError
 from .graphs import input_path, keys_read
 from .lookups import LookupSet
-from .observe import Inputs, observe
+from .observe import Inputs, Observed, observe
 from .rounds import in_rounds
 from .shapes import SHAPE, STORAGE, WRITES, PerSample
 from .verify.deal import Layout
@@ -100,11 +100,7 @@ def _analyse(
     replicated: dict[str, str] = {}
     whole: dict[str, str] = {}
     if inputs is not None:
-        observed = observe(flat, root, calls, inputs, layout)
-        for node in flat.graph.nodes:
-            for key, found in ((SHAPE, observed.shapes), (STORAGE, observed.storage), (WRITES, observed.writes)):
-                if node.name in found:
-                    node.meta[key] = found[node.name]
+        observed = record_shapes(flat, root, inputs, layout)
         plain_lookups, replicated, whole = plain.find_plain(flat, calls, observed, lookups, keep, plainly, dynamic_ids)
         lookups = lookups + plain_lookups
     elif certain and not lookups.lookups:
@@ -122,6 +118,17 @@ def _analyse(
         _refuse(flat, replicated)
     layout = replace(layout, per_sample=_per_sample(flat.graph, layout))
     return Analysis(in_rounds(flat.graph, lookups), replicated, layout, whole)
+
+
+def record_shapes(flat: fx.GraphModule, root: nn.Module, inputs: Inputs, layout: Layout) -> Observed:
+    """Run a graph on example inputs, and note at its nodes what shapes their values have and what memory they share."""
+    observed = observe(flat, root, plain_calls.find_calls(flat), inputs, layout)
+    for node in flat.graph.nodes:
+        for key, found in ((SHAPE, observed.shapes), (STORAGE, observed.storage), (WRITES, observed.writes)):
+            node.meta.pop(key, None)
+            if node.name in found:
+                node.meta[key] = found[node.name]
+    return observed
 
 
 def _per_sample(graph: fx.Graph, layout: Layout) -> tuple[tuple[object, ...], ...]:

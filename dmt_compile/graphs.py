@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,6 +131,40 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         mapping[node] = copied.node_copy(node, lambda n: mapping[n])
     return copied
+
+
+def closure(sources: Sequence[fx.Node]) -> set[fx.Node]:
+    """``sources`` and all that they are computed from."""
+    needed: set[fx.Node] = set()
+    stack = list(sources)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def move_before(graph: fx.Graph, anchor: fx.Node, sources: Sequence[fx.Node]) -> None:
+    """Move everything that ``sources`` need, and that now stands behind ``anchor``, in front of it, in the same order."""
+    needed = closure(sources)
+    behind = False
+    for node in list(graph.nodes):
+        if node is anchor:
+            behind = True
+        elif behind and node in needed:
+            anchor.prepend(node)
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """One fused operator for a whole layer would hide what happens in it."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 NO_GRAD = "no_grad"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from .analysis import Analysis, analyse
+from .analysis import Analysis, analyse, record_shapes
 from .capture import Captured, capture
 from .errors import PlanError
 from .graphs import clone_sharing_tensors, copy_graph, deepcopy_values, extras_of, graph_module_over
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from .interactions import Interaction
     from .render.diff import StageDiff
     from .runtime.rank_module import RankModule
+    from .towers.choose import TowerModules
+    from .towers.model import TowerModel
     from .verify.certificate import Certificate
     from .verify.equivalence import OptimizerFactory
 
-STAGES = ("flat", "towers", "classic", "sptt", "lowered")
+STAGES = ("flat", "model", "towers", "classic", "sptt", "modules", "lowered")
 
 
 def towerize(
@@ -43,6 +45,9 @@ def towerize(
     example_inputs: ExampleInputs | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     dynamic_ids: bool = False,
+    tower_module: TowerModules | None = None,
+    expand: bool = False,
+    seed: int = 0,
 ) -> TowerProgram:
     """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
 
@@ -61,10 +66,17 @@ def towerize(
         example_kwargs: keyword arguments beside positional ``example_inputs``.
         dynamic_ids: let the number of ids of one sample (the length of padded histories) change from batch to batch and from rank
             to rank. Each lookup of such ids then has a round of exchanges of its own; else the number is that of the example.
+        tower_module: a dense module per tower that makes fewer or narrower vectors of its features before they cross hosts (section
+            3.2): :class:`DLRMTower`, :class:`CrossTower`, :class:`PassThrough`, or any function f(num_features, width) -> module whose
+            module declares ``vectors`` and ``width``; one for all towers, a list with one for each, or a dict by tower. The
+            interaction and its neighbours are re-sized. This changes the model: it is to be trained anew.
+        expand: bring every tower's vectors back to their old width behind the exchange, by a layer of the tower's own, and leave
+            the interaction as it is. This is also done where new sizes do not follow from the graph.
+        seed: for the parameters of tower modules and of layers that are re-sized.
 
     Raises:
         CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.
-        PlanError: ``towers`` or ``partition`` does not fit the model or the topology.
+        PlanError: ``towers``, ``partition`` or ``tower_module`` does not fit the model or the topology.
         TopologyError: the topology cannot have that many towers.
         PassError: a rewrite found something that it cannot handle; names the user's file and line.
     """
@@ -74,7 +86,20 @@ def towerize(
     captured = capture(model, inputs)
     analyses = analyse(captured, inputs, dynamic_ids)
     plan = make_plan(analyses[True].lookups, topology, towers, partition)
-    return TowerProgram(captured, analyses, plan, _few(inputs, analyses))
+    sample = _few(inputs, analyses)
+    made = None
+    if tower_module is not None:
+        from .towers.model import tower_model
+
+        lookups = {mode: analysis.lookups for mode, analysis in analyses.items()}
+        layouts = {mode: analysis.layout for mode, analysis in analyses.items()}
+        made = tower_model(captured, lookups, layouts, plan, tower_module, sample, expand=expand, seed=seed)
+        if inputs is not None:
+            for mode, graph in made.captured.graphs.items():
+                record_shapes(graph, made.captured.root, inputs, layouts[mode])
+    elif expand:
+        raise PlanError("expand=True brings back what a tower module has compressed: give tower_module=")
+    return TowerProgram(captured, analyses, plan, sample, made)
 
 
 def _few(inputs: Inputs | None, analyses: Mapping[bool, Analysis]) -> Any:
@@ -93,25 +118,34 @@ class _Compilation:
     stages: Mapping[bool, Mapping[str, Stage]]
     # A few samples of the example inputs, and by mode what was found with them.
     sample: Any = None
+    tower_model: TowerModel | None = None
     interactions: dict[bool, tuple[Interaction, ...]] = field(default_factory=dict)
 
     @property
     def analysis(self) -> Analysis:
         """The one for the mode that the model is in."""
-        return self.analyses[self.captured.root.training]
+        return self.analyses[self.program.root.training]
+
+    @property
+    def program(self) -> Captured:
+        """What the program computes: the flat model, or the tower model."""
+        return self.captured if self.tower_model is None else self.tower_model.captured
 
 
-def _run_passes(flat: fx.GraphModule, lookups: LookupSet, plan: TowerPlan, root: nn.Module) -> dict[str, Stage]:
+def _stages_by_mode(
+    captured: Captured, analyses: Mapping[bool, Analysis], plan: TowerPlan, made: TowerModel | None
+) -> Mapping[bool, Mapping[str, Stage]]:
     from dmt_compile.passes.pipeline import run
 
-    return run(Stage("flat", flat, root, lookups, plan))
+    def stages(mode: bool) -> Mapping[str, Stage]:
+        flat = Stage("flat", captured.graphs[mode], captured.root, analyses[mode].lookups, plan)
+        if made is None:
+            return run(flat)
+        model = Stage("model", made.captured.graphs[mode], made.captured.root, analyses[mode].lookups, plan, made.vectors)
+        return {"flat": flat, **run(model)}
 
-
-def _stages_by_mode(captured: Captured, analyses: Mapping[bool, Analysis], plan: TowerPlan) -> Mapping[bool, Mapping[str, Stage]]:
-    training = _run_passes(captured.graphs[True], analyses[True].lookups, plan, captured.root)
-    if captured.graphs[False] is captured.graphs[True]:
-        return {True: training, False: training}
-    return {True: training, False: _run_passes(captured.graphs[False], analyses[False].lookups, plan, captured.root)}
+    training = stages(True)
+    return {True: training, False: training if captured.graphs[False] is captured.graphs[True] else stages(False)}
 
 
 class TowerProgram(nn.Module):
@@ -123,16 +157,23 @@ class TowerProgram(nn.Module):
     ``state_dict()`` are the flat model's own, by the same names.
     """
 
-    def __init__(self, captured: Captured, analyses: Mapping[bool, Analysis], plan: TowerPlan, sample: Any = None) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        analyses: Mapping[bool, Analysis],
+        plan: TowerPlan,
+        sample: Any = None,
+        made: TowerModel | None = None,
+    ) -> None:
         super().__init__()
-        root = captured.root
+        root = captured.root if made is None else made.captured.root
         # The containers are shared with the clone that the graphs run over, so .to(), .train() and load_state_dict reach it.
         self.__dict__["_parameters"] = root._parameters
         self.__dict__["_buffers"] = root._buffers
         self.__dict__["_modules"] = root._modules
         self.__dict__["_non_persistent_buffers_set"] = root._non_persistent_buffers_set
         self.training = root.training
-        self._dmt = _Compilation(captured, analyses, plan, _stages_by_mode(captured, analyses, plan), sample)
+        self._dmt = _Compilation(captured, analyses, plan, _stages_by_mode(captured, analyses, plan, made), sample, made)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         check_batch(args, kwargs, self._dmt.analysis.layout)
@@ -140,15 +181,19 @@ class TowerProgram(nn.Module):
 
     def train(self, mode: bool = True) -> TowerProgram:
         super().train(mode)
-        self._dmt.captured.root.training = mode
+        self._dmt.program.root.training = mode
         for stages in self._dmt.stages.values():
             for stage in stages.values():
                 stage.graph_module.training = mode
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerProgram:
-        root = deepcopy_values(self._dmt.captured.root, memo)
-        return TowerProgram(_recaptured(self._dmt.captured, root), self._dmt.analyses, self.plan, self._dmt.sample)
+        made, captured = self._dmt.tower_model, self._dmt.captured
+        if made is None:
+            captured = _recaptured(captured, deepcopy_values(captured.root, memo))
+        else:
+            made = replace(made, captured=_recaptured(made.captured, deepcopy_values(made.captured.root, memo)))
+        return TowerProgram(captured, self._dmt.analyses, self.plan, self._dmt.sample, made)
 
     @property
     def plan(self) -> TowerPlan:
@@ -176,7 +221,11 @@ class TowerProgram(nn.Module):
 
     @property
     def stages(self) -> Mapping[str, Stage]:
-        """The graphs "flat", "towers", "classic", "sptt" and "lowered", in this order."""
+        """The graphs "flat", "towers", "classic", "sptt" and "lowered", in this order.
+
+        With tower modules there are two more: "model", the tower model on one device, behind "flat", and "modules", in which each
+        tower's module runs before the peer exchange, behind "sptt".
+        """
         return self._dmt.stages[self.training]
 
     @property
@@ -244,9 +293,9 @@ class TowerProgram(nn.Module):
         from .verify.deal import deal
 
         if stage not in self.stages:
-            raise PlanError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+            raise PlanError(f"stage must be one of {', '.join(self.stages)}, got {stage!r}")
         inputs = deal(args, kwargs, self.topology.world_size, self._dmt.analysis.layout)
-        roots = [clone_sharing_tensors(self._dmt.captured.root, copy_buffers=True) for _ in inputs]
+        roots = [clone_sharing_tensors(self._dmt.program.root, copy_buffers=True) for _ in inputs]
         return simulate(self.stages[stage], inputs, roots)
 
     def distribute(
@@ -296,7 +345,7 @@ class TowerProgram(nn.Module):
 
         for name in (before, after):
             if name not in self.stages:
-                raise PlanError(f"stage must be one of {', '.join(STAGES)}, got {name!r}")
+                raise PlanError(f"stage must be one of {', '.join(self.stages)}, got {name!r}")
         return diff_stages(self.stages[before], self.stages[after])
 
     def __str__(self) -> str:

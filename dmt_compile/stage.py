@@ -16,6 +16,7 @@ from .graphs import EXTRAS, copy_graph, extras_of, graph_module_over
 from .lookups import LookupSet
 from .plan import TowerPlan
 from .runtime.base import RankContext, RankLocal
+from .towers.record import TowerVectors
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -26,13 +27,17 @@ STEP = "dmt_step"
 
 @dataclass(frozen=True)
 class Stage:
-    """``graph_module`` over ``root``; modules that differ between ranks stand in it unbound, under ``dmt``."""
+    """``graph_module`` over ``root``; modules that differ between ranks stand in it unbound, under ``dmt``.
+
+    ``vectors`` are the towers' modules, none in a program that is the flat model.
+    """
 
     name: str
     graph_module: fx.GraphModule
     root: nn.Module
     lookups: LookupSet
     plan: TowerPlan
+    vectors: tuple[TowerVectors, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

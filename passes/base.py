@@ -85,7 +85,7 @@ class Draft:
         """The rewritten stage."""
         stage = self.stage
         module = graph_module_over(stage.root, self.graph, self.extras, f"{name.capitalize()}Stage")
-        return Stage(name, module, stage.root, stage.lookups, stage.plan)
+        return Stage(name, module, stage.root, stage.lookups, stage.plan, stage.vectors)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class GraphPass(abc.ABC):
     """
 
     name: ClassVar[str]
-    takes: ClassVar[str]
+    takes: ClassVar[tuple[str, ...]]
     makes: ClassVar[str]
     requires: ClassVar[tuple[Condition, ...]] = ()
     ensures: ClassVar[tuple[Condition, ...]] = ()
@@ -112,8 +112,8 @@ class GraphPass(abc.ABC):
         Raises:
             PassError: a condition does not hold.
         """
-        if stage.name != self.takes:
-            raise PassError(f"pass '{self.name}' takes stage '{self.takes}', got '{stage.name}'")
+        if stage.name not in self.takes:
+            raise PassError(f"pass '{self.name}' takes stage {' or '.join(map(repr, self.takes))}, got '{stage.name}'")
         self._check(self.requires, stage, "requires")
         draft = Draft(stage, self.name)
         self.rewrite(draft)

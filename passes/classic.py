@@ -30,7 +30,7 @@ from .base import Draft, GraphPass
 @dataclass(frozen=True)
 class ClassicExchange(GraphPass):
     name: ClassVar[str] = "classic-exchange"
-    takes: ClassVar[str] = "towers"
+    takes: ClassVar[tuple[str, ...]] = ("towers",)
     makes: ClassVar[str] = "classic"
     ensures = (check_layout,)
 

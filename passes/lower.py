@@ -37,7 +37,7 @@ def only_collectives_move_data(stage: Stage) -> None:
 @dataclass(frozen=True)
 class Lower(GraphPass):
     name: ClassVar[str] = "lower"
-    takes: ClassVar[str] = "sptt"
+    takes: ClassVar[tuple[str, ...]] = ("sptt", "modules")
     makes: ClassVar[str] = "lowered"
     ensures = (only_collectives_move_data, check_layout)
 

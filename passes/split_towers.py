@@ -20,6 +20,7 @@ from typing import ClassVar
 from torch import fx
 
 from dmt_compile.errors import PassError, at
+from dmt_compile.graphs import closure, move_before
 from dmt_compile.lookups import LookupSet
 from dmt_compile.runtime.pooled import JoinColumns, MakeOutput
 from dmt_compile.runtime.select import LocalBags, ReadIds, SelectIds
@@ -60,7 +61,7 @@ def no_flat_lookup_left(stage: Stage) -> None:
 @dataclass(frozen=True)
 class SplitTowers(GraphPass):
     name: ClassVar[str] = "split-towers"
-    takes: ClassVar[str] = "flat"
+    takes: ClassVar[tuple[str, ...]] = ("flat", "model")
     makes: ClassVar[str] = "towers"
     requires = (ids_do_not_depend_on_lookups_of_their_round,)
     ensures = (no_flat_lookup_left,)
@@ -84,7 +85,7 @@ def _split(draft: Draft, number: int, lookups: LookupSet, made_before: Mapping[s
         own = [*inner[lookup.output], calls[lookup.output]]
         for node in sources[lookup.source]:
             _refuse_writes(draft.graph, place, first, node, next((user for user in own if node in user.all_input_nodes), own[-1]))
-    _move_before(draft.graph, first, [node for group in sources for node in group])
+    move_before(draft.graph, first, [node for group in sources for node in group])
 
     entry_of = lookups.bag_of
     weighted = sorted({entry_of[x.source, x.feature] for x in lookups.lookups if x.weighted})
@@ -126,7 +127,7 @@ def _refuse_writes(graph: fx.Graph, place: Mapping[fx.Node, int], first: fx.Node
     writers = [node for node in graph.nodes if WRITES in node.meta and place[first] < place.get(node, -1) < place[reader]]
     if not writers:
         return
-    needed = _closure([source])
+    needed = closure([source])
     for writer in writers:
         written: frozenset[int] = writer.meta[WRITES]
         moved = [node for node in needed if place.get(node, -1) > place[writer] or node is writer]
@@ -136,26 +137,3 @@ def _refuse_writes(graph: fx.Graph, place: Mapping[fx.Node, int], first: fx.Node
                 f"{at(writer)} writes to what the lookup of {at(reader)} reads after another lookup: all ids are read before the "
                 "first lookup, so write to a copy (x = x.clone()), or before the first lookup"
             )
-
-
-def _closure(sources: list[fx.Node]) -> set[fx.Node]:
-    """``sources`` and all that they are computed from."""
-    needed: set[fx.Node] = set()
-    stack = list(sources)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed
-
-
-def _move_before(graph: fx.Graph, anchor: fx.Node, sources: list[fx.Node]) -> None:
-    """Move everything that ``sources`` need, and that now stands behind ``anchor``, in front of it, in the same order."""
-    needed = _closure(sources)
-    behind = False
-    for node in list(graph.nodes):
-        if node is anchor:
-            behind = True
-        elif behind and node in needed:
-            anchor.prepend(node)

@@ -23,7 +23,7 @@ from .base import Draft, GraphPass
 @dataclass(frozen=True)
 class Sptt(GraphPass):
     name: ClassVar[str] = "sptt"
-    takes: ClassVar[str] = "classic"
+    takes: ClassVar[tuple[str, ...]] = ("classic",)
     makes: ClassVar[str] = "sptt"
     ensures = (check_layout,)
 

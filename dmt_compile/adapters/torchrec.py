@@ -274,6 +274,12 @@ def make_output(keys: Sequence[str], dims: Sequence[int], values: torch.Tensor) 
     return KeyedTensor(keys=list(keys), length_per_key=list(dims), values=values)
 
 
+def values_of(keyed: Any) -> torch.Tensor:
+    """All columns of a KeyedTensor, (B, width)."""
+    values: torch.Tensor = keyed.values()
+    return values
+
+
 def accept_empty_batches(root: nn.Module) -> None:
     """Let the collections in ``root`` take batches without samples, which TorchRec's own forward cannot index."""
     for module in root.modules():

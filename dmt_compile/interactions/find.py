@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import first_line
-from ..graphs import INPUT, clone_sharing_tensors, extras_of, graph_module_over, input_path
+from ..graphs import INPUT, clone_sharing_tensors, extras_of, graph_module_over, input_path, plain_attention
 from ..lookups import LookupSet
 from ..verify.cluster import placeholders
 from ..verify.deal import Layout, batch_size, deal_sizes
@@ -55,11 +55,16 @@ def find_interactions(
     ``inputs`` are a few samples, or None: then they are made up. Nothing of the model is changed and no table is read.
     """
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet(), _plain_attention():
-            return recognise(_run(flat, root, lookups, inputs, layout))
+        return recognise(follow(flat, root, lookups, inputs, layout))
     except Exception as error:
         reason = first_line(error) if inputs is not None else f"give example_inputs to see it ({first_line(error)})"
         return (Interaction("unknown", reason, Block(()), "", (), None),)
+
+
+def follow(flat: fx.GraphModule, root: nn.Module, lookups: LookupSet, inputs: Inputs | None, layout: Layout) -> Tape:
+    """A run of a flat graph on a few samples, as for :func:`find_interactions`; raises whatever the graph raises."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet(), plain_attention():
+        return _run(flat, root, lookups, inputs, layout)
 
 
 @contextlib.contextmanager
@@ -74,17 +79,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """One fused operator for a whole layer would hide what happens in it."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _run(flat: fx.GraphModule, root: nn.Module, lookups: LookupSet, inputs: Inputs | None, layout: Layout) -> Tape:
@@ -120,6 +114,7 @@ _MISMATCH = re.compile(r"\(\d+x(\d+) and (\d+)x\d+\)")
 
 def _follow(module: fx.GraphModule, lookups: LookupSet, given: Mapping[fx.Node, Any], batch: int) -> Tape:
     recorder = Recorder(batch)
+    recorder.tape.given = dict(given)
     runner = Runner(module, recorder, lookups, given)
     with recorder:
         runner.run(enable_io_processing=False)

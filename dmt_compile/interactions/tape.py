@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -53,7 +54,8 @@ class Source:
 class Tape:
     """All operators of one run over ``batch`` samples.
 
-    ``sources`` are by label, ``held`` the values of graph nodes; ``results`` are what the model returns, None if that is not known.
+    ``sources`` are by label, ``held`` the values of graph nodes, of those in ``several`` the first of their tensors; ``results`` are
+    what the model returns, None if that is not known. ``given`` are the nodes that were not run, with their values.
     """
 
     batch: int
@@ -61,6 +63,8 @@ class Tape:
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     held: dict[fx.Node, int] = field(default_factory=dict)
+    several: set[fx.Node] = field(default_factory=set)
+    given: Mapping[fx.Node, Any] = field(default_factory=dict)
     results: list[int] | None = None
     makers: dict[int, Op] = field(default_factory=dict)
     users: dict[int, list[Op]] = field(default_factory=dict)

@@ -237,6 +237,8 @@ class Runner(fx.Interpreter):
                     self._input(tensor)
         for tensor in tensors_in(value)[:1]:
             self.recorder.tape.held[n] = self.recorder.numbered(tensor)
+        if not isinstance(value, torch.Tensor):
+            self.recorder.tape.several.add(n)
         return value
 
     def _input(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,356 @@
+"""New sizes for the layers behind vectors that change in number or width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.utils._sympy.functions import Mod
+
+from ..errors import at, first_line
+from ..graphs import graph_module_over, plain_attention
+from .constants import ORDER, Pattern, patterns_of
+from .literals import Reader, named, replaced
+from .stand_ins import replace_layers
+from .symbols import Symbols, Unfit, quiet_shapes, symbolic_parameters
+
+_CATS = ("cat", "concat", "concatenate")
+_CARRYING = ("getitem", "select", "unbind", "to", "long", "int", "_to_copy", "contiguous", "clone", "detach", "lift_fresh_copy")
+_INDEXING = ("getitem", "index", "index_select", "gather", "take", "take_along_dim")
+
+
+@dataclass(frozen=True)
+class NewSizes:
+    """What changes: shapes of parameters and buffers by name, numbers in arguments of nodes by path, constants by place.
+
+    A constant's place is the target of a get_attr node, or a node and a path in its arguments.
+    """
+
+    tensors: Mapping[str, tuple[int, ...]]
+    literals: Mapping[str, Mapping[Any, int]]
+    constants: Mapping[Any, Any]
+
+
+class Derivation:
+    """One run of a graph over ``root`` (a clone that may be changed) on tensors without values.
+
+    ``given`` are the values of nodes that are not run, ``sites`` the shapes of those that bring vectors in, in which symbols stand
+    for what changes, and ``wanted`` says what these symbols are to become.
+    """
+
+    def __init__(self, graph: fx.Graph, extras: Mapping[str, nn.Module], root: nn.Module, fixed: set[int]) -> None:
+        self.symbols = Symbols()
+        self.root = root
+        named_tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+        self.originals = {name: (id(tensor), tensor) for name, tensor in named_tensors}
+        self.made = symbolic_parameters(root, self.symbols, fixed)
+        replace_layers(root)
+        self.module = graph_module_over(root, graph, extras, "Sized")
+        self.known: dict[int, _Known] = {}
+        self.literals: dict[str, dict[Any, sympy.Expr]] = {}
+        # Values are told apart by Python's id.
+        self.alive: list[torch.Tensor] = []
+
+    def run(self, given: Mapping[fx.Node, Any], roots: Mapping[sympy.Symbol, int]) -> NewSizes:
+        """The sizes that follow where the symbols ``roots`` get new values.
+
+        Raises:
+            Unfit: some size does not follow.
+        """
+        self.symbols.roots = set(roots)
+        self.reader = Reader(self.symbols, list(roots))
+        runner = _Runner(self, given)
+        with quiet_shapes(), plain_attention(), torch.no_grad():
+            runner.run(enable_io_processing=False)
+        return self._solved(roots)
+
+    def check(self, node: fx.Node, roots: tuple[sympy.Symbol, ...]) -> None:
+        for root in roots:
+            left = self.symbols.now(root)
+            if not left.free_symbols:
+                raise Unfit(f"{at(node)} takes exactly {left} for a size that is to change")
+
+    def _solved(self, roots: Mapping[sympy.Symbol, int]) -> NewSizes:
+        values: dict[sympy.Symbol, sympy.Expr] = {}
+
+        def becomes(expression: sympy.Expr, wanted: int) -> None:
+            left = sympy.expand(self.symbols.now(expression).xreplace(values))
+            if not left.free_symbols:
+                if left != wanted:
+                    raise Unfit(f"a size that stays {left} would have to become {wanted}")
+                return
+            symbol = min(left.free_symbols, key=str)
+            solved = sympy.solve(left - wanted, symbol)
+            if len(solved) != 1:
+                raise Unfit(f"a size cannot become {wanted}")
+            values[symbol] = solved[0]
+
+        def number(expression: sympy.Expr, what: str) -> int:
+            found = self._value_of(expression, values)
+            if not found.is_Integer or found < 0:
+                raise Unfit(f"{what} would have to be {found}")
+            return int(found)
+
+        for root, wanted in roots.items():
+            becomes(root, wanted)
+        constants: dict[Any, Any] = {}
+        for known in self.known.values():
+            pattern, order = known.chosen()
+            if pattern is None:
+                continue
+            count = number(self.symbols.of(order), "the order of a constant")
+            if pattern.length is not None:
+                becomes(self.symbols.of(known.places), int(pattern.length.xreplace({ORDER: sympy.Integer(count)})))
+            if known.kept is not None:
+                becomes(self.symbols.of(known.kept), int(pattern.make(count).sum()))
+            if count != pattern.order:
+                constants[known.place] = pattern.make(count)
+        tensors = {}
+        for name, (identity, original) in self.originals.items():
+            shape = tuple(number(self.symbols.of(size), f"a size of '{name}'") for size in self.made[identity].shape)
+            if shape != tuple(original.shape) and name not in constants:
+                if not isinstance(original, nn.Parameter) and not _of_a_norm(self.root, name):
+                    raise Unfit(f"'{name}' is a constant of {tuple(original.shape)} that would have to be of {shape}")
+                tensors[name] = shape
+        literals = {
+            name: {path: number(expression, f"a number in '{name}'") for path, expression in found.items()}
+            for name, found in self.literals.items()
+        }
+        for left, right, where in self.symbols.equations:
+            one, other = (self._value_of(side, values) for side in (left, right))
+            if one != other and isinstance(left, sympy.Mod | Mod):
+                size, by = (self._value_of(side, values) for side in left.args)
+                raise Unfit(f"{where} needs a size that {by} divides, which would become {size}")
+            if one != other:
+                raise Unfit(f"{where} needs sizes that are equal, which would become {one} and {other}")
+        return NewSizes(tensors, {name: found for name, found in literals.items() if found}, constants)
+
+    def _value_of(self, expression: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
+        """An expression where some symbols have new values and all others stay what they are."""
+        left = sympy.expand(self.symbols.now(expression).xreplace(values))
+        return left.xreplace({s: self.symbols.env.backed_var_to_val[s] for s in left.free_symbols})
+
+
+@dataclass
+class _Known:
+    """A constant that may follow from a number: where it stands, and its last size, ``places``.
+
+    As a mask it keeps as many elements as it has ``marked`` in the flat model, which then are the size ``kept``.
+    """
+
+    place: Any
+    patterns: list[Pattern]
+    places: Any
+    order: Any = None
+    pattern: Pattern | None = None
+    kept: Any = None
+    marked: int = 0
+
+    def chosen(self) -> tuple[Pattern | None, Any]:
+        if self.pattern is None and len(self.patterns) == 1 and self.patterns[0].length in (None, ORDER):
+            # A table, or places in their order: its own size is the number.
+            return self.patterns[0], self.places
+        return self.pattern, self.order
+
+
+def _of_a_norm(root: nn.Module, name: str) -> bool:
+    module = root.get_submodule(name.rpartition(".")[0])
+    return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+class _Runner(fx.Interpreter):
+    def __init__(self, derivation: Derivation, given: Mapping[fx.Node, Any]) -> None:
+        super().__init__(derivation.module, garbage_collect_values=False)
+        self.d = derivation
+        self.given = given
+        self.roots = tuple(derivation.reader.roots)
+
+    def run_node(self, n: fx.Node) -> Any:
+        d = self.d
+        if n in self.given:
+            d.reader.saw(n, self.given[n])
+            return self.given[n]
+        if n.op == "output":
+            self._refuse_changed_results(n)
+        if n.op in ("placeholder", "output"):
+            return None
+        d.symbols.now(sympy.Integer(0))
+        d.symbols.where = at(n)
+        try:
+            if n.op == "get_attr":
+                value = self._constant(n)
+            else:
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                lists = self._lists(n, args)
+                with d.symbols.mode:
+                    value = self._value(n, args, kwargs, lists)
+        except Unfit:
+            raise
+        except Exception as error:
+            raise Unfit(f"{at(n)}: {first_line(error)}") from error
+        d.check(n, self.roots)
+        d.reader.saw(n, value)
+        d.reader.inherit(n, value, [(used, self.env.get(used)) for used in n.all_input_nodes])
+        return value
+
+    def _refuse_changed_results(self, n: fx.Node) -> None:
+        for used in n.all_input_nodes:
+            value = self.env.get(used)
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                sizes = tensor.shape if isinstance(tensor, torch.Tensor) else ()
+                if any(self.d.reader.moving(self.d.symbols.of(size)) for size in sizes):
+                    raise Unfit(f"the model returns vectors of its features ({at(used)}), which must stay what they are")
+
+    def _value(self, n: fx.Node, args: Any, kwargs: Any, lists: Mapping[int, torch.Tensor]) -> Any:
+        if n.op == "call_module":
+            return self.call_module(n.target, args, kwargs)
+        if named(n) in _INDEXING:
+            args = self._indexed(n, args, lists)
+        found = self.d.reader.read(n, args, kwargs)
+        if found:
+            self.d.literals[n.name] = found
+            sizes = {path: self.d.symbols.node(expression) for path, expression in found.items()}
+            args = replaced(args, {path: size for path, size in sizes.items() if isinstance(path[0], int)})
+            kwargs = replaced(kwargs, {path: size for path, size in sizes.items() if isinstance(path[0], str)})
+        value = getattr(self, n.op)(n.target, args, kwargs)
+        if named(n) in _CARRYING and args and id(args[0]) in self.d.known:
+            # A row of both indices, or a cast of them.
+            for one in value if isinstance(value, list | tuple) else (value,):
+                self.d.known[id(one)] = self.d.known[id(args[0])]
+        if named(n) in _CATS and isinstance(args[0] if args else kwargs.get("tensors"), list | tuple):
+            tensors = args[0] if args else kwargs["tensors"]
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+            self.d.reader.joined(n, tensors, dim)
+        return value
+
+    def _constant(self, n: fx.Node) -> Any:
+        """A parameter's stand-in, or one for a constant whose sizes follow a pattern."""
+        d = self.d
+        name = str(n.target)
+        original = d.originals[name][1] if name in d.originals else _attribute(d.module, name)
+        if isinstance(original, nn.Parameter):
+            return d.made[d.originals[name][0]]
+        if not isinstance(original, torch.Tensor):
+            return original
+        value = self._stand_in(name, original)
+        if value is None:
+            return d.made[d.originals[name][0]] if name in d.originals else d.symbols.empty(original.shape, original)
+        if name in d.originals:
+            d.made[d.originals[name][0]] = value
+        return value
+
+    def _stand_in(self, place: Any, real: torch.Tensor) -> torch.Tensor | None:
+        """A tensor without values whose size is a symbol, for a constant that follows a pattern."""
+        d = self.d
+        patterns = patterns_of(real)
+        if not patterns:
+            return None
+        places = d.symbols.fresh(real.shape[-1])
+        table = patterns[0].length is None
+        value = d.symbols.empty([*real.shape[:-2], places, places] if table else [*real.shape[:-1], places], real)
+        d.known[id(value)] = _Known(place, patterns, places, marked=int(real.sum()) if real.dtype is torch.bool else 0)
+        d.alive.append(value)
+        if isinstance(places, torch.SymInt):
+            d.reader.roots.append(places.node.expr)
+        return value
+
+    def _lists(self, n: fx.Node, args: Any) -> dict[int, torch.Tensor]:
+        """Stand-ins for lists of whole numbers that index, by their place."""
+        if named(n) != "getitem" or not isinstance(args[0], torch.Tensor):
+            return {}
+        found = {}
+        for place, index in enumerate(args[1] if isinstance(args[1], tuple) else (args[1],)):
+            if isinstance(index, list) and index and all(isinstance(one, int) and not isinstance(one, bool) for one in index):
+                real = torch.tensor(index)
+                path = (1, place) if isinstance(args[1], tuple) else (1,)
+                made = self._stand_in((n.name, path), real)
+                if made is not None:
+                    known = self.d.known[id(made)]
+                    known.patterns = [_listed(pattern) for pattern in known.patterns]
+                found[place] = made if made is not None else self.d.symbols.empty(real.shape, real)
+        return found
+
+    def _indexed(self, n: fx.Node, args: Any, lists: Mapping[int, torch.Tensor]) -> Any:
+        """Tie constant indices to the size of what they index; a mask becomes indices of as many elements."""
+        d = self.d
+        value, name = args[0], named(n)
+        if not isinstance(value, torch.Tensor) or id(value) in d.known:
+            return args
+        if name in ("gather", "take", "take_along_dim", "index_select"):
+            index = args[2] if name in ("gather", "index_select") and len(args) > 2 else args[1]
+            if isinstance(index, torch.Tensor):
+                self._tie(n, value.shape[args[1]] if name in ("gather", "index_select") else None, index)
+            return args
+        indices = args[1] if isinstance(args[1], list | tuple) else (args[1],)
+        made: list[Any] = []
+        dim = 0
+        for place, index in enumerate(indices):
+            index = lists.get(place, index)
+            if index is Ellipsis:
+                dim = value.dim() - sum(one is not None for one in indices[place + 1 :])
+            elif isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() > 1:
+                made += self._masked(n, value, dim, index)
+                dim += index.dim()
+                continue
+            elif isinstance(index, torch.Tensor):
+                self._tie(n, value.shape[dim], index)
+            made.append(index)
+            dim += Ellipsis is not index and (index is not None or name != "getitem")
+        whole = type(args[1])(made) if isinstance(args[1], list | tuple) else made[0] if len(made) == 1 else tuple(made)
+        return (value, whole)
+
+    def _masked(self, n: fx.Node, value: torch.Tensor, dim: int, mask: torch.Tensor) -> list[Any]:
+        d = self.d
+        known = d.known.get(id(mask))
+        if known is None or mask.dim() != 2:
+            raise Unfit(f"{at(n)} picks by a mask that follows no known pattern")
+        for place in (dim, dim + 1):
+            torch._check(value.shape[place] == known.places)
+        if known.kept is None:
+            known.kept = d.symbols.fresh(known.marked)
+            if isinstance(known.kept, torch.SymInt):
+                d.reader.roots.append(known.kept.node.expr)
+        return [d.symbols.empty([known.kept], torch.long)] * 2
+
+    def _tie(self, n: fx.Node, size: Any, index: torch.Tensor) -> None:
+        d = self.d
+        known = d.known.get(id(index))
+        moves = isinstance(size, torch.SymInt) and d.reader.moving(d.symbols.of(size))
+        if known is None:
+            if moves and not index.is_floating_point():
+                raise Unfit(f"{at(n)} picks among vectors that are replaced by others, by indices that follow no known pattern")
+            return
+        for pattern in known.patterns:
+            order = size
+            if pattern.flat and size is not None:
+                root = sympy.sqrt(sympy.factor(d.symbols.of(size)))
+                if not root.is_polynomial(*root.free_symbols):
+                    continue
+                order = d.symbols.node(sympy.expand(root))
+            if order is None or d.symbols.value(d.symbols.of(order)) != pattern.order:
+                continue
+            if known.pattern is None:
+                known.pattern, known.order = pattern, order
+            elif known.pattern is pattern:
+                torch._check(known.order == order)
+            return
+        if moves:
+            raise Unfit(f"{at(n)} picks among vectors that are replaced by others, by indices for another number of them")
+
+
+def _listed(pattern: Pattern) -> Pattern:
+    def make(count: int) -> Any:
+        return pattern.make(count).tolist()
+
+    return Pattern(pattern.order, make, pattern.length, pattern.flat)
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

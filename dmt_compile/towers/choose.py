@@ -1,0 +1,180 @@
+"""From what the user asks for to one checked module per tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ..errors import PlanError, first_line
+from ..lookups import LookupSet
+from ..plan import TowerPlan
+from .modules import Factory, PassedVectors, PassThrough
+from .record import TowerVectors
+
+TowerModules: TypeAlias = Factory | Sequence[Factory] | Mapping[int, Factory]
+"""One factory for all towers, a list with one for each, or those of some towers by number; the others pass through."""
+
+
+def make_modules(
+    wanted: TowerModules, plan: TowerPlan, lookups: LookupSet, names: Sequence[str], seed: int
+) -> tuple[tuple[TowerVectors, ...], dict[int, nn.Module]]:
+    """The modules of all towers that serve any of the lookups ``names``, with what they take and make.
+
+    Every tower's module is made with a seed of its own, the same on all ranks, and tried on a few rows.
+
+    Raises:
+        PlanError: a module that cannot be made, does not declare ``vectors`` and ``width``, or does not make them; one that mixes
+            rows, changes their number or their type; or vectors of different widths.
+    """
+    factories = _by_tower(wanted, len(plan.towers))
+    chosen, records, modules = set(names), [], {}
+    for number, tower in enumerate(plan.towers):
+        served = [name for name in lookups.lookup if name in chosen and name in set(tower.features)]
+        if not served:
+            continue
+        widths = tuple(lookups.lookup[name].dim for name in served)
+        where = f"tower_module of tower {number} ({len(served)} features: {_short(served)})"
+        dtypes = {lookups.lookup[name].dtype for name in served}
+        if len(dtypes) > 1:
+            raise PlanError(f"{where}: its vectors are of different types, {', '.join(sorted(map(str, dtypes)))}")
+        module = _make(factories[number], widths, where, seed + number, dtypes.pop())
+        vectors, width = _declared(module, widths, where)
+        records.append(TowerVectors(number, tuple(served), widths, vectors, width, isinstance(module, PassedVectors)))
+        modules[number] = module
+    made = {record.width for record in records if not record.passes or len(set(record.widths)) == 1}
+    if len(made) > 1:
+        listed = ", ".join(f"tower {record.tower}: {record.width}" for record in records)
+        raise PlanError(f"tower modules must make vectors of one width for the interaction, these make {listed}")
+    return tuple(records), modules
+
+
+def _by_tower(wanted: TowerModules, towers: int) -> list[Factory]:
+    if isinstance(wanted, Mapping):
+        odd = [key for key in wanted if not isinstance(key, int) or key not in range(towers)]
+        if odd:
+            raise PlanError(f"tower_module names tower {odd[0]!r}, the plan has towers 0 to {towers - 1}")
+        found = [wanted.get(number, PassThrough()) for number in range(towers)]
+    elif isinstance(wanted, Sequence):
+        if len(wanted) != towers:
+            raise PlanError(f"tower_module lists {len(wanted)} modules, the plan has {towers} towers: give one for each")
+        found = list(wanted)
+    else:
+        found = [wanted] * towers
+    for number, factory in enumerate(found):
+        if isinstance(factory, nn.Module) and towers > 1 and not isinstance(wanted, Sequence | Mapping):
+            raise PlanError(
+                "tower_module is one module, but every tower needs one of its own: give a function f(num_features, width) that "
+                "makes it, or a list with a module for each tower"
+            )
+        if not callable(factory):
+            raise PlanError(f"tower_module of tower {number} must be a module or make one, got {type(factory).__name__}")
+    return found
+
+
+def _make(factory: Factory, widths: Sequence[int], where: str, seed: int, dtype: torch.dtype) -> nn.Module:
+    make: Callable[[], Any]
+    if isinstance(factory, nn.Module):
+        given = factory
+        make = lambda: given  # noqa: E731
+    elif len(set(widths)) == 1:
+        make = lambda: factory(len(widths), widths[0])  # noqa: E731
+    elif isinstance(factory, PassThrough):
+        return PassedVectors(1, sum(widths))
+    else:
+        mixed = getattr(factory, "mixed", None)
+        if mixed is None:
+            raise PlanError(
+                f"{where}: its features are {list(widths)} wide, and a function of one width cannot make a module for them: put "
+                "features of one width into a tower, or give the factory a method mixed(widths), whose module takes (rows, "
+                f"{sum(widths)})"
+            )
+        make = lambda: mixed(widths)  # noqa: E731
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            module = make()
+        except PlanError as error:
+            raise PlanError(f"{where}: {error}") from error
+        except Exception as error:
+            raise PlanError(f"{where} cannot be made: {first_line(error)}") from error
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"{where}: a torch.nn.Module is needed, the factory made a {type(module).__name__}")
+    return module if isinstance(factory, nn.Module) else module.to(dtype)
+
+
+def _declared(module: nn.Module, widths: Sequence[int], where: str) -> tuple[int, int]:
+    """Its vectors and their width, tried on a few rows."""
+    declared = tuple(getattr(module, name, None) for name in ("vectors", "width"))
+    if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in declared):
+        raise PlanError(
+            f"{where}: {type(module).__name__} must declare what it makes as two whole numbers: self.vectors, the vectors per "
+            f"sample, and self.width, their columns; found {declared[0]!r} and {declared[1]!r}"
+        )
+    batching = next((child for child in module.modules() if isinstance(child, nn.modules.batchnorm._NormBase)), None)
+    if batching is not None and not isinstance(batching, nn.modules.instancenorm._InstanceNorm):
+        raise PlanError(
+            f"{where}: {type(batching).__name__} uses statistics of the batch, but a tower sees other samples on every rank than the "
+            "model would: normalise each sample by itself (LayerNorm, RMSNorm)"
+        )
+    _try(module, widths, where)
+    vectors, width = declared
+    assert isinstance(vectors, int) and isinstance(width, int)
+    return vectors, width
+
+
+def _try(module: nn.Module, widths: Sequence[int], where: str) -> None:
+    parameter = next(module.parameters(), None)
+    dtype = parameter.dtype if parameter is not None else torch.float32
+    if parameter is not None and parameter.is_meta:
+        return
+    shape = (_ROWS, len(widths), widths[0]) if len(set(widths)) == 1 else (_ROWS, sum(widths))
+    was = {child: child.training for child in module.modules()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        rows = torch.randn(shape, dtype=dtype)
+        if parameter is not None:
+            rows = rows.to(parameter.device)
+        try:
+            module.eval()
+            made = _run(module, rows, where)
+            few = _run(module, rows[:1], where)
+            _run(module, rows[:0], where)
+        finally:
+            for child, training in was.items():
+                child.training = training
+    if not torch.allclose(made[:1].double(), few.double(), rtol=1e-3, atol=1e-4, equal_nan=True):
+        raise PlanError(
+            f"{where}: what it makes of a row depends on the other rows, but a tower sees other samples on every rank than the model "
+            "would: let it work on each row by itself"
+        )
+
+
+_ROWS = 3
+
+
+def _run(module: nn.Module, rows: torch.Tensor, where: str) -> torch.Tensor:
+    count = rows.shape[0]
+    try:
+        made = module(rows)
+    except Exception as error:
+        raise PlanError(f"{where} does not run on {tuple(rows.shape)}: {first_line(error)}") from error
+    vectors, width = int(module.vectors), int(module.width)  # type: ignore[arg-type]
+    wanted = [(count, vectors * width), (count, vectors, width)]
+    if isinstance(module, PassedVectors):
+        return rows
+    if not isinstance(made, torch.Tensor) or tuple(made.shape) not in wanted:
+        got = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
+        raise PlanError(
+            f"{where}: {type(module).__name__} declares {vectors} vectors of width {width}, so of {tuple(rows.shape)} it must make "
+            f"{wanted[0]} or {wanted[1]}, it made {got}"
+        )
+    if made.dtype != rows.dtype:
+        raise PlanError(f"{where}: it takes {rows.dtype} and returns {made.dtype}, but rows travel in the type of the tables")
+    return made
+
+
+def _short(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
