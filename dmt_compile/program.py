@@ -66,10 +66,10 @@ def towerize(
         example_kwargs: keyword arguments beside positional ``example_inputs``.
         dynamic_ids: let the number of ids of one sample (the length of padded histories) change from batch to batch and from rank
             to rank. Each lookup of such ids then has a round of exchanges of its own; else the number is that of the example.
-        tower_module: a dense module per tower that makes fewer or narrower vectors of its features before they cross hosts (section
-            3.2): :class:`DLRMTower`, :class:`CrossTower`, :class:`PassThrough`, or any function f(num_features, width) -> module whose
-            module declares ``vectors`` and ``width``; one for all towers, a list with one for each, or a dict by tower. The
-            interaction and its neighbours are re-sized. This changes the model: it is to be trained anew.
+        tower_module: a dense module per tower that makes fewer or narrower vectors of its features before they cross hosts
+            (section 3.2): :class:`DLRMTower`, :class:`CrossTower`, :class:`PassThrough`, or any function f(num_features, width)
+            -> module whose module declares ``vectors`` and ``width``; one for all towers, a list with one for each, or a dict by
+            tower. The interaction and its neighbours are re-sized. This changes the model: it is to be trained anew.
         expand: bring every tower's vectors back to their old width behind the exchange, by a layer of the tower's own, and leave
             the interaction as it is. This is also done where new sizes do not follow from the graph.
         seed: for the parameters of tower modules and of layers that are re-sized.

@@ -54,8 +54,8 @@ class Source:
 class Tape:
     """All operators of one run over ``batch`` samples.
 
-    ``sources`` are by label, ``held`` the values of graph nodes, of those in ``several`` the first of their tensors; ``results`` are
-    what the model returns, None if that is not known. ``given`` are the nodes that were not run, with their values.
+    ``sources`` are by label, ``held`` the values of graph nodes, of those in ``several`` the first of their tensors; ``results``
+    are what the model returns, None if that is not known. ``given`` are the nodes that were not run, with their values.
     """
 
     batch: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +13,10 @@ from ..errors import PlanError
 from .symbols import sizes_kept
 
 
-def apply_sizes(root: nn.Module, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+def apply_sizes(root: nn.Module, shapes: Mapping[str, tuple[int, ...]], norms: Mapping[str, tuple[int, ...]], seed: int) -> None:
     """Give parameters and buffers of ``root``, a clone, other shapes; the layers that hold them are drawn again.
+
+    ``norms`` are the shapes of norms without parameters, by the names of these modules.
 
     A layer with ``reset_parameters()`` draws all its parameters itself. A parameter of a module without it stays what it is where
     all its values are the same (zeros, ones), else it is drawn from a normal distribution whose spread follows the old one's as
@@ -22,6 +25,9 @@ def apply_sizes(root: nn.Module, shapes: Mapping[str, tuple[int, ...]], seed: in
     Raises:
         PlanError: a parameter is on no device that has values, or one name has to become two shapes.
     """
+    for name, shape in norms.items():
+        norm: Any = root.get_submodule(name)
+        norm.normalized_shape = shape
     by_identity: dict[int, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         tensor = _get(root, name)
@@ -31,13 +37,14 @@ def apply_sizes(root: nn.Module, shapes: Mapping[str, tuple[int, ...]], seed: in
     touched: list[nn.Module] = []
     for module in root.modules():
         changed = False
-        for registry in (module._parameters, module._buffers):
+        registries: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for registry in registries:
             for name, tensor in registry.items():
                 if tensor is None or id(tensor) not in by_identity:
                     continue
                 if id(tensor) not in made:
                     made[id(tensor)] = _resized(tensor, by_identity[id(tensor)], seed, len(made))
-                registry[name] = made[id(tensor)]  # type: ignore[assignment]
+                registry[name] = made[id(tensor)]
                 changed = True
         if changed:
             touched.append(module)

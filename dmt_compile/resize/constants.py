@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import sympy
 import torch
@@ -47,22 +49,30 @@ def _indices(value: torch.Tensor) -> list[Pattern]:
             continue
         length = ORDER * (ORDER - 1) / 2 if offset else ORDER * (ORDER + 1) / 2
         both = triangle(order, order, offset).to(value.device, value.dtype)
-        for row, column in ((0, 1), (1, 0)):
-            options: tuple[tuple[torch.Tensor, Callable[[torch.Tensor, int], torch.Tensor], bool], ...] = (
-                (both[[row, column]], lambda t, n, r=row, c=column: t[[r, c]], False),
-                (both[row], lambda t, n, r=row: t[r], False),
-                (both[row] * order + both[column], lambda t, n, r=row, c=column: t[r] * n + t[c], True),
-            )
-            for made, pick, flat in options:
-                if made.shape == value.shape and torch.equal(made, value):
-
-                    def make(n: int, t=triangle, o=offset, p=pick) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                        return p(t(n, n, o), n).to(value.device, value.dtype)
-
-                    found.append(Pattern(order, make, length, flat))
+        for pick in _PICKS:
+            made = pick(both, order)
+            if made.shape == value.shape and torch.equal(made, value):
+                found.append(Pattern(order, partial(_triangle, triangle, offset, pick, value), length, pick in _PLACES))
     if value.dim() == 1 and highest == places > 1 and torch.equal(value, torch.arange(places).to(value)):
-        found.append(Pattern(places, lambda n: torch.arange(n).to(value.device, value.dtype), ORDER))
+        found.append(Pattern(places, partial(_in_order, value), ORDER))
     return found
+
+
+def _triangle(triangle: Any, offset: int, pick: Any, like: torch.Tensor, n: int) -> torch.Tensor:
+    made: torch.Tensor = pick(triangle(n, n, offset), n)
+    return made.to(like.device, like.dtype)
+
+
+def _in_order(like: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.arange(n).to(like.device, like.dtype)
+
+
+# Places in a table of n x n, counted row by row; and how else a triangle's rows and columns are written.
+_PLACES: tuple[Callable[[torch.Tensor, int], torch.Tensor], ...] = (lambda t, n: t[0] * n + t[1], lambda t, n: t[1] * n + t[0])
+_PICKS: tuple[Callable[[torch.Tensor, int], torch.Tensor], ...] = (
+    *(lambda t, n: t, lambda t, n: t[[1, 0]], lambda t, n: t[0], lambda t, n: t[1]),
+    *_PLACES,
+)
 
 
 def _order(places: int, offset: int) -> int | None:

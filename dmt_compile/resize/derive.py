@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -16,7 +16,7 @@ from ..graphs import graph_module_over, plain_attention
 from .constants import ORDER, Pattern, patterns_of
 from .literals import Reader, named, replaced
 from .stand_ins import replace_layers
-from .symbols import Symbols, Unfit, quiet_shapes, symbolic_parameters
+from .symbols import Symbols, Unfit, is_bare_norm, quiet_shapes, symbolic_parameters
 
 _CATS = ("cat", "concat", "concatenate")
 _CARRYING = ("getitem", "select", "unbind", "to", "long", "int", "_to_copy", "contiguous", "clone", "detach", "lift_fresh_copy")
@@ -25,7 +25,8 @@ _INDEXING = ("getitem", "index", "index_select", "gather", "take", "take_along_d
 
 @dataclass(frozen=True)
 class NewSizes:
-    """What changes: shapes of parameters and buffers by name, numbers in arguments of nodes by path, constants by place.
+    """What changes: shapes of parameters and buffers by name, of norms that have none by the module's name, numbers in arguments of
+    nodes by path, constants by place.
 
     A constant's place is the target of a get_attr node, or a node and a path in its arguments.
     """
@@ -33,6 +34,7 @@ class NewSizes:
     tensors: Mapping[str, tuple[int, ...]]
     literals: Mapping[str, Mapping[Any, int]]
     constants: Mapping[Any, Any]
+    norms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Derivation:
@@ -127,7 +129,12 @@ class Derivation:
                 raise Unfit(f"{where} needs a size that {by} divides, which would become {size}")
             if one != other:
                 raise Unfit(f"{where} needs sizes that are equal, which would become {one} and {other}")
-        return NewSizes(tensors, {name: found for name, found in literals.items() if found}, constants)
+        norms = {}
+        for name, module in self.root.named_modules():
+            if is_bare_norm(module):
+                layer: Any = module
+                norms[name] = tuple(number(self.symbols.of(size), f"a size of '{name}'") for size in layer.normalized_shape)
+        return NewSizes(tensors, {name: found for name, found in literals.items() if found}, constants, norms)
 
     def _value_of(self, expression: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
         """An expression where some symbols have new values and all others stay what they are."""

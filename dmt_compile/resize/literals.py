@@ -50,7 +50,8 @@ class Reader:
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            for size in tensor.shape:
+            sizes: list[Any] = list(tensor.shape)
+            for size in sizes:
                 if isinstance(size, torch.SymInt):
                     expression = self.symbols.of(size)
                     known = self.pool.setdefault(self.symbols.value(expression), [])
@@ -289,7 +290,7 @@ def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, int]:
     found: dict[Any, int] = {}
 
     def walk(value: Any, path: tuple[Any, ...]) -> None:
-        if isinstance(value, bool) or isinstance(value, torch.SymInt):
+        if isinstance(value, bool | torch.SymInt):
             return
         if isinstance(value, int):
             if abs(value) < 2**40:
@@ -313,8 +314,8 @@ def replaced(args: Any, found: dict[Any, Any], path: tuple[Any, ...] = ()) -> An
     if path in found:
         return found[path]
     if isinstance(args, slice):
-        parts = [replaced(getattr(args, key), found, (*path, key)) for key in ("start", "stop")]
-        return slice(*parts, args.step)
+        start, stop = (replaced(getattr(args, key), found, (*path, key)) for key in ("start", "stop"))
+        return slice(start, stop, args.step)
     if isinstance(args, tuple | list):
         parts = [replaced(one, found, (*path, place)) for place, one in enumerate(args)]
         return type(args)(parts) if type(args) in (tuple, list) else tuple(parts)

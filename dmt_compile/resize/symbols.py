@@ -149,8 +149,14 @@ def _symbolic_attributes(module: nn.Module, symbols: Symbols) -> None:
     """Sizes that a layer keeps beside its parameters and compares with them."""
     for name, size in sizes_kept(module).items():
         setattr(module, name, size)
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is None:
-        module.normalized_shape = tuple(symbols.fresh(size) for size in module.normalized_shape)  # type: ignore[assignment, arg-type]
+    if is_bare_norm(module):
+        layer: Any = module
+        layer.normalized_shape = tuple(symbols.fresh(size) for size in layer.normalized_shape)
+
+
+def is_bare_norm(module: nn.Module) -> bool:
+    """Whether a layer norm has no parameters, so that its size stands in an attribute alone."""
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) and not module.elementwise_affine
 
 
 def sizes_kept(module: nn.Module) -> dict[str, Any]:

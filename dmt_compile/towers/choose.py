@@ -116,8 +116,8 @@ def _declared(module: nn.Module, widths: Sequence[int], where: str) -> tuple[int
     batching = next((child for child in module.modules() if isinstance(child, nn.modules.batchnorm._NormBase)), None)
     if batching is not None and not isinstance(batching, nn.modules.instancenorm._InstanceNorm):
         raise PlanError(
-            f"{where}: {type(batching).__name__} uses statistics of the batch, but a tower sees other samples on every rank than the "
-            "model would: normalise each sample by itself (LayerNorm, RMSNorm)"
+            f"{where}: {type(batching).__name__} uses statistics of the batch, but a tower sees other samples on every rank than "
+            "the model would: normalise each sample by itself (LayerNorm, RMSNorm)"
         )
     _try(module, widths, where)
     vectors, width = declared
@@ -147,8 +147,8 @@ def _try(module: nn.Module, widths: Sequence[int], where: str) -> None:
                 child.training = training
     if not torch.allclose(made[:1].double(), few.double(), rtol=1e-3, atol=1e-4, equal_nan=True):
         raise PlanError(
-            f"{where}: what it makes of a row depends on the other rows, but a tower sees other samples on every rank than the model "
-            "would: let it work on each row by itself"
+            f"{where}: what it makes of a row depends on the other rows, but a tower sees other samples on every rank than the "
+            "model would: let it work on each row by itself"
         )
 
 

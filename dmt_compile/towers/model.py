@@ -33,8 +33,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class TowerModel:
     """The captured tower model, and what its towers' modules take and make.
 
-    ``way`` is "re-sized" or "expanded", ``why`` the reason for the latter; ``resized`` names the parameters and buffers that changed
-    shape, with the old and the new one.
+    ``way`` is "re-sized" or "expanded", ``why`` the reason for the latter; ``resized`` names the parameters and buffers that
+    changed shape, with the old and the new one.
     """
 
     captured: Captured
@@ -175,7 +175,8 @@ def _resized_at(
         with_arguments(inserted.graph, changed)
     root = clone_sharing_tensors(captured.root)
     old = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
-    apply_sizes(root, {name: shape for name, shape in tensors.items() if name not in constants}, seed)
+    norms = {name: shape for _, sizes in made.values() for name, shape in sizes.norms.items()}
+    apply_sizes(root, {name: shape for name, shape in tensors.items() if name not in constants}, norms, seed)
     for place, value in constants.items():
         _set(root, place, value)
     new = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
@@ -202,8 +203,8 @@ def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: S
     lookups = found.lookups
     root = clone_sharing_tensors(captured.root, copy_buffers=True).eval()
     tables = {id(root.get_parameter(table.parameter)) for table in lookups.tables}
-    for number in (HOLDER, EXPANSIONS):
-        root.add_module(number, nn.Module())
+    for holder in (HOLDER, EXPANSIONS):
+        root.add_module(holder, nn.Module())
     derivation = Derivation(inserted.graph, inserted.extras, root, tables)
     symbols = derivation.symbols
     widths = [lookups.lookup[name].dim for one in vectors for name in one.lookups]
@@ -220,14 +221,14 @@ def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: S
         return symbol
 
     even = len(set(widths)) == 1 and len(set(made)) == 1
-    number = size(len(widths), len(made)) if even else None
-    width = size(widths[0], made[0]) if even else None
+    number: Any = size(len(widths), len(made)) if even else None
+    width: Any = size(widths[0], made[0]) if even else None
     columns = number * width if even else size(sum(widths), sum(made))
     given = _given(derivation, found, inserted)
     for laid, site in inserted.laid.items():
         if not even and "vectors" in site.axes:
             raise Unfit(f"vectors of widths {sorted(set(made))} do not fit where the model has them in one axis")
-        sizes = {"batch": found.tape.batch, "vectors": number, "width": width, "columns": columns}
+        sizes: dict[str, Any] = {"batch": found.tape.batch, "vectors": number, "width": width, "columns": columns}
         if len(site.lookups) < len(widths):
             # One vector for each of some.
             sizes["vectors"] = len(site.lookups)
@@ -241,9 +242,8 @@ def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: S
 
 def _columns(site: Site, lookups: LookupSet, vectors: Sequence[TowerVectors], size: Callable[[int, int], Any]) -> Any:
     """Columns of vectors of different widths, one for each of some lookups."""
-    return size(
-        sum(lookups.lookup[name].dim for name in site.lookups), sum(width for _, _, width in pieces_of(vectors, site.lookups))
-    )
+    old = sum(lookups.lookup[name].dim for name in site.lookups)
+    return size(old, sum(width for _, _, width in pieces_of(vectors, site.lookups)))
 
 
 def _given(derivation: Derivation, found: _Found, inserted: Inserted) -> dict[fx.Node, Any]:

@@ -1,4 +1,4 @@
-"""Where in a flat graph the vectors of its features lie together before anything mixes them: there, tower modules take their place."""
+"""Where in a flat graph the vectors of its features lie together before anything mixes them: where tower modules come in."""
 
 from __future__ import annotations
 
