@@ -47,6 +47,7 @@ def towerize(
     dynamic_ids: bool = False,
     tower_module: TowerModules | None = None,
     expand: bool = False,
+    init: str = "layer",
     seed: int = 0,
 ) -> TowerProgram:
     """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
@@ -72,6 +73,9 @@ def towerize(
             tower. The interaction and its neighbours are re-sized. This changes the model: it is to be trained anew.
         expand: bring every tower's vectors back to their old width behind the exchange, by a layer of the tower's own, and leave
             the interaction as it is. This is also done where new sizes do not follow from the graph.
+        init: "layer" draws re-sized layers as their class does; "preserve" begins as close to the flat model as linear algebra
+            allows: exactly with it where modules do not compress, and with a truncated singular value decomposition of the vectors
+            that ``example_inputs`` look up where they do. Needs tower modules with a method ``set_linear``.
         seed: for the parameters of tower modules and of layers that are re-sized.
 
     Raises:
@@ -88,17 +92,22 @@ def towerize(
     plan = make_plan(analyses[True].lookups, topology, towers, partition)
     sample = _few(inputs, analyses)
     made = None
+    if init not in ("layer", "preserve"):
+        raise PlanError(f"init must be 'layer' or 'preserve', got {init!r}")
+    if init == "preserve" and inputs is None:
+        raise PlanError("init='preserve' keeps what is seen in the vectors that example_inputs look up: give example_inputs=")
     if tower_module is not None:
         from .towers.model import tower_model
 
         lookups = {mode: analysis.lookups for mode, analysis in analyses.items()}
         layouts = {mode: analysis.layout for mode, analysis in analyses.items()}
-        made = tower_model(captured, lookups, layouts, plan, tower_module, sample, expand=expand, seed=seed)
+        keep = inputs if init == "preserve" else None
+        made = tower_model(captured, lookups, layouts, plan, tower_module, sample, expand=expand, seed=seed, inputs=keep)
         if inputs is not None:
             for mode, graph in made.captured.graphs.items():
                 record_shapes(graph, made.captured.root, inputs, layouts[mode])
-    elif expand:
-        raise PlanError("expand=True brings back what a tower module has compressed: give tower_module=")
+    elif expand or init != "layer":
+        raise PlanError("expand and init say what becomes of what a tower module has compressed: give tower_module=")
     return TowerProgram(captured, analyses, plan, sample, made)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .apply import apply_sizes
-from .derive import Derivation, NewSizes
+from .derive import Derivation, NewSizes, Segment
 from .symbols import Unfit
 
-__all__ = ["Derivation", "NewSizes", "Unfit", "apply_sizes"]
+__all__ = ["Derivation", "NewSizes", "Segment", "Unfit", "apply_sizes"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,23 @@ _INDEXING = ("getitem", "index", "index_select", "gather", "take", "take_along_d
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A run of an axis that changes from ``old`` to ``new`` elements: ``vectors`` side by side, 0 if it holds something else.
+
+    With ``power`` 2 they are outer products of two vectors, flattened. ``every`` says that these are all the vectors that tower modules take, in the order of the first site.
+    """
+
+    old: int
+    new: int
+    vectors: int
+    every: bool = False
+    power: int = 1
+
+
+@dataclass(frozen=True)
 class NewSizes:
     """What changes: shapes of parameters and buffers by name, of norms that have none by the module's name, numbers in arguments of
-    nodes by path, constants by place.
+    nodes by path, constants by place. ``axes`` say what the axes of a tensor that changes are made of.
 
     A constant's place is the target of a get_attr node, or a node and a path in its arguments.
     """
@@ -35,6 +49,7 @@ class NewSizes:
     literals: Mapping[str, Mapping[Any, int]]
     constants: Mapping[Any, Any]
     norms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    axes: Mapping[str, tuple[tuple[Segment, ...], ...]] = field(default_factory=dict)
 
 
 class Derivation:
@@ -56,6 +71,9 @@ class Derivation:
         self.literals: dict[str, dict[Any, sympy.Expr]] = {}
         # Values are told apart by Python's id.
         self.alive: list[torch.Tensor] = []
+        # The width of a vector and all columns side by side, as far as there is such a thing.
+        self.width: Any = None
+        self.columns: Any = None
 
     def run(self, given: Mapping[fx.Node, Any], roots: Mapping[sympy.Symbol, int]) -> NewSizes:
         """The sizes that follow where the symbols ``roots`` get new values.
@@ -129,12 +147,31 @@ class Derivation:
                 raise Unfit(f"{where} needs a size that {by} divides, which would become {size}")
             if one != other:
                 raise Unfit(f"{where} needs sizes that are equal, which would become {one} and {other}")
+        axes = {
+            name: tuple(self._segments(self.symbols.of(size), number) for size in self.made[self.originals[name][0]].shape)
+            for name in tensors
+        }
         norms = {}
         for name, module in self.root.named_modules():
             if is_bare_norm(module):
                 layer: Any = module
                 norms[name] = tuple(number(self.symbols.of(size), f"a size of '{name}'") for size in layer.normalized_shape)
-        return NewSizes(tensors, {name: found for name, found in literals.items() if found}, constants, norms)
+        return NewSizes(tensors, {name: found for name, found in literals.items() if found}, constants, norms, axes)
+
+    def _segments(self, size: sympy.Expr, number: Callable[[sympy.Expr, str], int]) -> tuple[Segment, ...]:
+        width, columns = (self.symbols.now(one) if one is not None else None for one in (self.width, self.columns))
+        found = []
+        for part in self.reader.order_of(size):
+            every = columns is not None and sympy.expand(part - columns) == 0
+            vectors, power = 0, 1
+            if width is not None and self.reader.moving(part):
+                for power in (2, 1):
+                    times, rest = sympy.fraction(sympy.cancel(part / width**power))
+                    if rest == 1:
+                        vectors = self.symbols.value(times)
+                        break
+            found.append(Segment(self.symbols.value(part), number(part, "a part of a size"), vectors, every, power))
+        return tuple(found)
 
     def _value_of(self, expression: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
         """An expression where some symbols have new values and all others stay what they are."""

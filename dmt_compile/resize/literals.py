@@ -39,6 +39,8 @@ class Reader:
         self.pool: dict[int, list[sympy.Expr]] = {}
         # Of values that were put together along an axis, the sizes of the parts.
         self.parts: dict[fx.Node, tuple[int, tuple[sympy.Expr, ...]]] = {}
+        # The parts of every size that was put together, in their order.
+        self.orders: list[tuple[sympy.Expr, ...]] = []
 
     def moving(self, expression: sympy.Expr) -> bool:
         """Whether an expression changes with the vectors."""
@@ -75,6 +77,15 @@ class Reader:
         if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             at = dim % tensors[0].dim()
             self.parts[node] = (at, tuple(self.symbols.of(tensor.shape[at]) for tensor in tensors))
+            self.orders.append(self.parts[node][1])
+
+    def order_of(self, size: sympy.Expr) -> tuple[sympy.Expr, ...]:
+        """The parts that a size was put together from, down to those that were not."""
+        for parts in self.orders:
+            now = [self.symbols.now(part) for part in parts]
+            if len(now) > 1 and sympy.expand(sum(now) - size) == 0:
+                return tuple(inner for part in now for inner in (self.order_of(part) if part != size else (part,)))
+        return (size,)
 
     def read(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, sympy.Expr]:
         """By the place of a number in ``args`` or ``kwargs`` (a path), the expression that it stands for, where it is one."""

@@ -23,6 +23,7 @@ from ..resize import Derivation, NewSizes, Unfit, apply_sizes
 from ..verify.deal import Layout
 from .choose import TowerModules, make_modules
 from .insert import Inserted, insert_at_sites, insert_expanded, kept_count, pieces_of, with_arguments
+from .preserve import keep_and_bring_back, seen_vectors, set_modules, set_resized
 from .record import EXPANSIONS, HOLDER, TowerVectors
 from .sites import Site, Sites, each_vector, find_sites, one_vector
 
@@ -34,7 +35,7 @@ class TowerModel:
     """The captured tower model, and what its towers' modules take and make.
 
     ``way`` is "re-sized" or "expanded", ``why`` the reason for the latter; ``resized`` names the parameters and buffers that
-    changed shape, with the old and the new one.
+    changed shape, with the old and the new one. With a warm start, ``redrawn`` are those that could not be derived from the old ones.
     """
 
     captured: Captured
@@ -42,6 +43,7 @@ class TowerModel:
     way: str
     why: str
     resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    redrawn: tuple[str, ...] = ()
 
 
 class Rebuilt(nn.Module):
@@ -82,11 +84,13 @@ def tower_model(
     *,
     expand: bool = False,
     seed: int = 0,
+    inputs: Inputs | None = None,
 ) -> TowerModel:
     """Give every tower its module, and re-size the interaction and its neighbours to what the modules make (section 3.2).
 
     Where new sizes do not follow from the graph, or with ``expand``, a layer per tower brings its vectors back to their old width
-    behind the exchange, and everything behind stays as it is.
+    behind the exchange, and everything behind stays as it is. With ``inputs``, the weights begin as close to those of the flat model
+    as they can, see :mod:`preserve`.
 
     Raises:
         PlanError: the modules do not fit the towers, or no lookup makes one vector per sample.
@@ -94,9 +98,9 @@ def tower_model(
     try:
         if expand:
             raise Unfit("it was asked for")
-        return _resized(captured, lookups, layouts, plan, wanted, sample, seed)
+        return _resized(captured, lookups, layouts, plan, wanted, sample, seed, inputs)
     except Unfit as reason:
-        return _expanded(captured, lookups, plan, wanted, seed, str(reason))
+        return _expanded(captured, lookups, plan, wanted, seed, str(reason), inputs)
 
 
 def _graphs(captured: Captured) -> dict[int, tuple[bool, fx.GraphModule]]:
@@ -112,6 +116,7 @@ def _resized(
     wanted: TowerModules,
     sample: Inputs | None,
     seed: int,
+    inputs: Inputs | None,
 ) -> TowerModel:
     tapes: dict[int, Tape] = {}
     for key, (mode, flat) in _graphs(captured).items():
@@ -128,7 +133,7 @@ def _resized(
             for key, (mode, flat) in _graphs(captured).items()
         }
         try:
-            return _resized_at(captured, found, lookups[True], plan, wanted, sample, seed, together)
+            return _resized_at(captured, found, lookups[True], plan, wanted, sample, seed, inputs, together)
         except Unfit as reason:
             reasons.append(str(reason).partition("\n")[0])
     raise Unfit(reasons[0] if not reasons[0].startswith(_NOWHERE) else reasons[1])
@@ -145,6 +150,7 @@ def _resized_at(
     wanted: TowerModules,
     sample: Inputs | None,
     seed: int,
+    inputs: Inputs | None,
     together: bool,
 ) -> TowerModel:
     sites = [one.sites for one in found.values() if one.sites is not None]
@@ -181,9 +187,16 @@ def _resized_at(
         _set(root, place, value)
     new = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     resized = {name: (shape, new[name]) for name, shape in old.items() if new[name] != shape}
+    redrawn: list[str] = []
+    if inputs is not None:
+        inserted, _ = next(iter(made.values()))
+        values = dict((*captured.root.named_parameters(), *captured.root.named_buffers()))
+        kept = set_modules(modules, vectors, seen_vectors(inserted, captured.root, inputs), sites[0].sites[0].lookups)
+        axes = {name: one for _, sizes in made.values() for name, one in sizes.axes.items()}
+        redrawn = set_resized(root, values, axes, kept)
     rebuilt = _rebuilt(captured, root, {key: inserted for key, (inserted, _) in made.items()}, modules, {})
     _try(rebuilt.root, sample)
-    return TowerModel(rebuilt, vectors, "re-sized", "", resized)
+    return TowerModel(rebuilt, vectors, "re-sized", "", resized, tuple(redrawn))
 
 
 def _try(root: nn.Module, sample: Inputs | None) -> None:
@@ -224,6 +237,8 @@ def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: S
     number: Any = size(len(widths), len(made)) if even else None
     width: Any = size(widths[0], made[0]) if even else None
     columns = number * width if even else size(sum(widths), sum(made))
+    derivation.width = sympy.sympify(width.node.expr if isinstance(width, torch.SymInt) else width) if even else None
+    derivation.columns = sympy.sympify(columns.node.expr if isinstance(columns, torch.SymInt) else columns)
     given = _given(derivation, found, inserted)
     for laid, site in inserted.laid.items():
         if not even and "vectors" in site.axes:
@@ -283,7 +298,13 @@ def _given(derivation: Derivation, found: _Found, inserted: Inserted) -> dict[fx
 
 
 def _expanded(
-    captured: Captured, lookups: Mapping[bool, LookupSet], plan: TowerPlan, wanted: TowerModules, seed: int, why: str
+    captured: Captured,
+    lookups: Mapping[bool, LookupSet],
+    plan: TowerPlan,
+    wanted: TowerModules,
+    seed: int,
+    why: str,
+    inputs: Inputs | None,
 ) -> TowerModel:
     names = list(one_vector(lookups[True]))
     if not names:
@@ -301,6 +322,10 @@ def _expanded(
                 device = parameter.device if parameter is not None else None
                 expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype, device=device)
     graphs = {key: insert_expanded(flat, lookups[mode], vectors) for key, (mode, flat) in _graphs(captured).items()}
+    if inputs is not None:
+        for one, rows in zip(vectors, seen_vectors(next(iter(graphs.values())), captured.root, inputs), strict=True):
+            if not one.passes:
+                keep_and_bring_back(modules[one.tower], expansions[one.tower], rows, one)
     rebuilt = _rebuilt(captured, clone_sharing_tensors(captured.root), graphs, modules, expansions)
     return TowerModel(rebuilt, vectors, "expanded", why, {})
 

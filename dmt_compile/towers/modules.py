@@ -130,6 +130,24 @@ class DLRMTowerLayer(nn.Module):
         made = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return made.reshape(x.shape[0], self.vectors, self.width)
 
+    def set_linear(self, matrix: torch.Tensor) -> None:
+        """Make it compute ``matrix`` (columns out, columns in) times its features.
+
+        Raises:
+            PlanError: it cannot: it makes vectors of each feature beside those of all, or the features' differ.
+        """
+        with torch.no_grad():
+            if self.each is not None:
+                own = matrix[: self.width, : self.each.in_features]
+                times = matrix.shape[1] // self.each.in_features
+                if self.together is not None or not torch.equal(torch.block_diag(*[own] * times), matrix):
+                    raise PlanError("DLRMTower keeps a trained model's vectors with c=1 and p=0, or with c=0 only")
+                self.each.weight.copy_(own)
+                self.each.bias.zero_()
+            elif self.together is not None:
+                self.together.weight.copy_(matrix)
+                self.together.bias.zero_()
+
 
 class CrossTowerLayer(nn.Module):
     """See :class:`CrossTower`. Layer l of its cross network is x_0 * (W_l V_l x_l + b_l) + x_l (DCN v2, low rank)."""
@@ -147,3 +165,20 @@ class CrossTowerLayer(nn.Module):
             crossed = first * up(down(crossed)) + crossed
         made = crossed if self.out is None else self.out(crossed)
         return made.reshape(x.shape[0], self.vectors, self.width)
+
+    def set_linear(self, matrix: torch.Tensor) -> None:
+        """Make it compute ``matrix`` (columns out, columns in) times its features: its crosses begin at zero.
+
+        Raises:
+            PlanError: it has no layer for that and the matrix changes something.
+        """
+        with torch.no_grad():
+            for layer in self.up:
+                assert isinstance(layer, nn.Linear)
+                layer.weight.zero_()
+                layer.bias.zero_()
+            if self.out is not None:
+                self.out.weight.copy_(matrix)
+                self.out.bias.zero_()
+            elif not torch.equal(matrix, torch.eye(self.inputs).to(matrix)):
+                raise PlanError("CrossTower has no Linear here, because its output is as wide as its features")
