@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .program import TowerProgram, towerize
     from .runtime.rank_module import RankModule
     from .topology import Topology
+    from .towers.modules import CrossTower, DLRMTower, PassThrough
     from .verify.certificate import Certificate, Check
 
 __version__ = "0.1.0"
@@ -28,6 +29,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Certificate": "verify.certificate",
     "Check": "verify.certificate",
+    "CrossTower": "towers.modules",
+    "DLRMTower": "towers.modules",
+    "PassThrough": "towers.modules",
     "RankModule": "runtime.rank_module",
     "Topology": "topology",
     "Tower": "plan",
@@ -53,11 +57,14 @@ __all__ = [
     "CaptureError",
     "Certificate",
     "Check",
+    "CrossTower",
+    "DLRMTower",
     "DependencyError",
     "DistributedError",
     "DmtError",
     "InputError",
     "PassError",
+    "PassThrough",
     "PlanError",
     "RankModule",
     "Topology",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -56,10 +56,10 @@ class Derivation:
     """One run of a graph over ``root`` (a clone that may be changed) on tensors without values.
 
     ``given`` are the values of nodes that are not run, ``sites`` the shapes of those that bring vectors in, in which symbols stand
-    for what changes, and ``wanted`` says what these symbols are to become.
+    for what changes. ``eager`` takes numbers in views of a layer's outputs for the width of a vector where they are equal.
     """
 
-    def __init__(self, graph: fx.Graph, extras: Mapping[str, nn.Module], root: nn.Module, fixed: set[int]) -> None:
+    def __init__(self, graph: fx.Graph, extras: Mapping[str, nn.Module], root: nn.Module, fixed: set[int], *, eager: bool) -> None:
         self.symbols = Symbols()
         self.root = root
         named_tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
@@ -74,6 +74,7 @@ class Derivation:
         # The width of a vector and all columns side by side, as far as there is such a thing.
         self.width: Any = None
         self.columns: Any = None
+        self.eager = eager
 
     def run(self, given: Mapping[fx.Node, Any], roots: Mapping[sympy.Symbol, int]) -> NewSizes:
         """The sizes that follow where the symbols ``roots`` get new values.
@@ -82,7 +83,7 @@ class Derivation:
             Unfit: some size does not follow.
         """
         self.symbols.roots = set(roots)
-        self.reader = Reader(self.symbols, list(roots))
+        self.reader = Reader(self.symbols, list(roots), self.eager)
         runner = _Runner(self, given)
         with quiet_shapes(), plain_attention(), torch.no_grad():
             runner.run(enable_io_processing=False)
@@ -128,7 +129,8 @@ class Derivation:
             if known.kept is not None:
                 becomes(self.symbols.of(known.kept), int(pattern.make(count).sum()))
             if count != pattern.order:
-                constants[known.place] = pattern.make(count)
+                for place in known.place if isinstance(known.place, list) else [known.place]:
+                    constants[place] = pattern.make(count)
         tensors = {}
         for name, (identity, original) in self.originals.items():
             shape = tuple(number(self.symbols.of(size), f"a size of '{name}'") for size in self.made[identity].shape)
@@ -225,10 +227,12 @@ class _Runner(fx.Interpreter):
         d.symbols.now(sympy.Integer(0))
         d.symbols.where = at(n)
         try:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
             if n.op == "get_attr":
                 value = self._constant(n)
+            elif named(n) in ("triu_indices", "tril_indices") and args[:1] == args[1:2] and isinstance(args[0], int):
+                value = self._triangle(n, args, kwargs)
             else:
-                args, kwargs = self.fetch_args_kwargs_from_env(n)
                 lists = self._lists(n, args)
                 with d.symbols.mode:
                     value = self._value(n, args, kwargs, lists)
@@ -300,6 +304,16 @@ class _Runner(fx.Interpreter):
         d.alive.append(value)
         if isinstance(places, torch.SymInt):
             d.reader.roots.append(places.node.expr)
+        return value
+
+    def _triangle(self, n: fx.Node, args: Any, kwargs: Any) -> torch.Tensor:
+        """Indices that the graph makes: their number is no size that torch would follow."""
+        real = getattr(super(), n.op)(n.target, args, kwargs)
+        value = self._stand_in([(n.name, (0,)), (n.name, (1,))], real)
+        if value is None:
+            return self.d.symbols.empty(real.shape, real)
+        known = self.d.known[id(value)]
+        known.patterns = [replace(pattern, make=_itself) for pattern in known.patterns]
         return value
 
     def _lists(self, n: fx.Node, args: Any) -> dict[int, torch.Tensor]:
@@ -390,7 +404,11 @@ def _listed(pattern: Pattern) -> Pattern:
     def make(count: int) -> Any:
         return pattern.make(count).tolist()
 
-    return Pattern(pattern.order, make, pattern.length, pattern.flat)
+    return replace(pattern, make=make)
+
+
+def _itself(count: int) -> Any:
+    return count
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

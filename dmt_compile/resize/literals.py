@@ -32,8 +32,9 @@ def named(node: fx.Node) -> str:
 class Reader:
     """Finds, for the numbers in a node's arguments, the expressions that they stand for."""
 
-    def __init__(self, symbols: Symbols, moving: Sequence[sympy.Symbol]) -> None:
+    def __init__(self, symbols: Symbols, moving: Sequence[sympy.Symbol], eager: bool) -> None:
         self.symbols = symbols
+        self.eager = eager
         self.roots = list(moving)
         # By its value in the flat model, every expression that some dimension has had.
         self.pool: dict[int, list[sympy.Expr]] = {}
@@ -123,8 +124,12 @@ class Reader:
         if name == "unflatten":
             dim = args[1]
             sizes = [sizes[dim]]
-        if not any(self.moving(size) for size in sizes):
+        moving = any(self.moving(size) for size in sizes)
+        asked = any(isinstance(size, torch.SymInt) and self.moving(self.symbols.of(size)) for size in wanted)
+        if not moving and not ((self.eager or asked) and any(size.is_Symbol for size in sizes)):
             return {}
+        if not moving:
+            return self._placed(self._filling_when_even(sizes, wanted), wanted, start)
         # Widths of layers that do not change may become numbers here.
         sizes = [size if self.moving(size) else sympy.Integer(self.symbols.value(size)) for size in sizes]
         total = sympy.expand(sympy.prod(sizes))
@@ -138,6 +143,10 @@ class Reader:
             else:
                 choices.append([*self._factors(sizes, int(size)), sympy.Integer(size)])
         chosen = self._filling(choices, total) or self._filling_when_even(sizes, wanted)
+        return self._placed(chosen, wanted, start)
+
+    @staticmethod
+    def _placed(chosen: Sequence[sympy.Expr], wanted: Any, start: tuple[Any, ...]) -> dict[Any, sympy.Expr]:
         found = {}
         for place, expression in enumerate(chosen):
             if not isinstance(wanted[place], torch.SymInt) and expression.free_symbols:
@@ -158,7 +167,8 @@ class Reader:
         widths += [sympy.Integer(size) for size in wanted if not isinstance(size, torch.SymInt) and size > 1]
         for width in widths:
             wide = self.symbols.value(width)
-            if not (width.is_Symbol or width.is_Integer) or wide not in wanted:
+            asked = [self.symbols.value(self.symbols.of(size)) for size in wanted]
+            if not (width.is_Symbol or width.is_Integer) or wide not in asked:
                 continue
             ties: dict[sympy.Symbol, sympy.Expr] = {}
             for size in sizes:
@@ -207,6 +217,8 @@ class Reader:
         given = sympy.expand(sympy.prod([size for size in sizes if size != -1]))
         if -1 not in sizes:
             return bool(sympy.expand(given - total) == 0)
+        if (total / given).atoms(sympy.Function):
+            return False
         left = sympy.cancel(total / given)
         top, bottom = sympy.fraction(left)
         whole = bottom == 1 and all(c.is_Integer for c in sympy.Poly(top, *top.free_symbols).coeffs()) if top.free_symbols else True

@@ -166,7 +166,14 @@ def _resized_at(
     for key, one in found.items():
         assert one.sites is not None
         inserted = insert_at_sites(one.flat, one.lookups, vectors, one.sites)
-        made[key] = (inserted, _new_sizes(captured, one, inserted, vectors))
+        try:
+            sizes = _new_sizes(captured, one, inserted, vectors, eager=False)
+        except Unfit as reason:
+            try:
+                sizes = _new_sizes(captured, one, inserted, vectors, eager=True)
+            except Unfit:
+                raise reason from None
+        made[key] = (inserted, sizes)
     tensors: dict[str, tuple[int, ...]] = {}
     constants: dict[str, torch.Tensor] = {}
     for inserted, sizes in made.values():
@@ -211,14 +218,14 @@ def _try(root: nn.Module, sample: Inputs | None) -> None:
         raise Unfit(f"with its new sizes the model raises {first_line(error)}") from error
 
 
-def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: Sequence[TowerVectors]) -> NewSizes:
+def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: Sequence[TowerVectors], *, eager: bool) -> NewSizes:
     """What has to change behind the sites."""
     lookups = found.lookups
     root = clone_sharing_tensors(captured.root, copy_buffers=True).eval()
     tables = {id(root.get_parameter(table.parameter)) for table in lookups.tables}
     for holder in (HOLDER, EXPANSIONS):
         root.add_module(holder, nn.Module())
-    derivation = Derivation(inserted.graph, inserted.extras, root, tables)
+    derivation = Derivation(inserted.graph, inserted.extras, root, tables, eager=eager)
     symbols = derivation.symbols
     widths = [lookups.lookup[name].dim for one in vectors for name in one.lookups]
     made = [width for _, _, width in pieces_of(vectors, [name for one in vectors for name in one.lookups])]

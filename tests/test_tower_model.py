@@ -1,0 +1,346 @@
+"""Tower modules on one device: every kind of interaction re-sized, by both front ends, and weights kept from a flat model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from interaction_models import DENSE, DIM, FLAT, PAIRS, ROWS, ZOO, Entry, N
+from torch import nn
+
+from dmt_compile import CaptureError, CrossTower, DLRMTower, PassThrough, PlanError, Topology, TowerProgram, towerize
+from dmt_compile.capture import attempts
+from dmt_compile.towers.model import TowerModel
+
+TWO = Topology(2, 1)
+NARROW, ONE, SEVERAL, WIDER = DLRMTower(1, 0, 4), DLRMTower(0, 1, DIM), DLRMTower(0, 3, 5), DLRMTower(1, 0, DIM + 3)
+SAME = DLRMTower(1, 0, DIM)
+# No lookup makes a vector of several columns.
+NONE = {"logistic regression"}
+# Of tables of several widths, some together in a tower: no layer takes each vector by itself.
+MIXED = {"concat-MLP of mixed widths", *(name for name in ZOO if name.startswith("projected vectors"))}
+COMPILED = sorted(ZOO.keys() - NONE)
+# What cannot be re-sized, by what stands in the way.
+ONE_BY_ONE = {
+    *("inner products in a loop", "outer products by unsqueeze", "fm by sum-square of a list", "fm in a loop"),
+    *("afm, attention over pairs", "bilinear, one matrix for all", "bilinear, a layer for each field", "fibinet", "fields summed"),
+    *("written into zeros", "field-aware", "a recurrent layer over the fields", "values of the fields", "nothing mixed"),
+    *(name for name in MIXED if name.startswith("projected")),
+}
+TWO_LEFT = {"matrix factorisation", "element-wise product in an MLP", "nn.Bilinear of two"}
+EXPANDED = {
+    "narrow": {"written into zeros", "nn.Bilinear of two"},
+    "one": ONE_BY_ONE,
+    "several": ONE_BY_ONE
+    | TWO_LEFT
+    # Two heads, five columns; a single vector, whose size 1 torch takes for that of others.
+    | {"multi-head attention", "transformer layer with a class token", "history pooled by itself"},
+}
+
+
+def compiled(entry: Entry, module: Any, model: nn.Module | None = None, **more: Any) -> TowerProgram:
+    model = entry.build().eval() if model is None else model
+    return towerize(model, TWO, example_inputs=entry.inputs(), tower_module=module, **more)
+
+
+def made(program: TowerProgram) -> TowerModel:
+    found = program._dmt.tower_model
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("label", "module"), [("narrow", NARROW), ("one", ONE), ("several", SEVERAL)])
+@pytest.mark.parametrize("name", COMPILED)
+def test_resized(name: str, label: str, module: DLRMTower) -> None:
+    if label == "narrow" and name in MIXED:
+        with pytest.raises(PlanError, match=r"one layer to every feature, which must then be equally wide"):
+            compiled(ZOO[name], module)
+        return
+    entry = ZOO[name]
+    model = entry.build().eval()
+    program = compiled(entry, module, model)
+    assert (made(program).way == "expanded") == (name in EXPANDED[label]), made(program).why
+    assert bool(made(program).why) == (name in EXPANDED[label])
+    for batch in (1, 6):
+        inputs = entry.inputs(batch)
+        assert program(*inputs).shape == model(*inputs).shape
+    for record in made(program).vectors:
+        assert (record.vectors, record.width) == (module.c * len(record.lookups) + module.p, module.dim)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_passes_through_changes_nothing(name: str) -> None:
+    entry = ZOO[name]
+    model = entry.build().eval()
+    program = compiled(entry, PassThrough(), model)
+    assert torch.equal(program(*entry.inputs()), model(*entry.inputs()))
+    assert not made(program).resized
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("name", sorted(set(COMPILED) - MIXED))
+def test_kept_where_nothing_is_compressed(name: str, expand: bool) -> None:
+    entry = ZOO[name]
+    model = entry.build().eval()
+    program = compiled(entry, SAME, model, init="preserve", expand=expand)
+    assert torch.equal(program(*entry.inputs()), model(*entry.inputs()))
+
+
+# What takes the width itself into account: means and norms over columns, biases added to each, numbers of heads.
+BY_WIDTH = {
+    *(
+        "cin by einsum and conv",
+        "xdeepfm",
+        "fibinet",
+        "a mask from all vectors",
+        "nothing mixed",
+        "transformer layer with a class token",
+    ),
+    *("multi-head attention",),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(COMPILED) - MIXED - BY_WIDTH))
+def test_wider_vectors_compute_the_same(name: str) -> None:
+    """Three columns of zeros more in every vector: any size that is wrong, or in the wrong place, shows in the result."""
+    entry = ZOO[name]
+    model = entry.build().eval()
+    program = compiled(entry, WIDER, model, init="preserve")
+    assert not made(program).redrawn
+    torch.testing.assert_close(program(*entry.inputs()), model(*entry.inputs()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise CaptureError("not now")
+
+    monkeypatch.setattr(attempts, "_capture_symbolically", refuse)
+
+
+@pytest.mark.parametrize("module", [NARROW, ONE], ids=["narrow", "one"])
+@pytest.mark.parametrize(
+    "name", ["dot, bmm and tril_indices", "cross, low-rank, stacked", "deepfm", "multi-head attention", "xdeepfm"]
+)
+def test_both_front_ends(name: str, module: DLRMTower, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    traced = made(compiled(ZOO[name], module))
+    request.getfixturevalue("exported")
+    graph = compiled(ZOO[name], module)
+    assert graph._dmt.captured.front_end == "torch.export"
+    assert (made(graph).way, made(graph).resized) == (traced.way, traced.resized)
+
+
+TORCHREC = {
+    "DLRM": {
+        "dense_arch.model._mlp.1._linear.weight": ((8, 8), (4, 8)),
+        "dense_arch.model._mlp.1._linear.bias": ((8,), (4,)),
+        "over_arch.model.0._mlp.0._linear.weight": ((8, 23), (8, 19)),
+    },
+    "DLRM_DCN": {
+        "dense_arch.model._mlp.1._linear.weight": ((8, 8), (4, 8)),
+        "dense_arch.model._mlp.1._linear.bias": ((8,), (4,)),
+        **{f"inter_arch.crossnet.W_kernels.{i}": ((48, 4), (24, 4)) for i in range(2)},
+        **{f"inter_arch.crossnet.V_kernels.{i}": ((4, 48), (4, 24)) for i in range(2)},
+        **{f"inter_arch.crossnet.bias.{i}": ((48,), (24,)) for i in range(2)},
+        "over_arch.model.0._mlp.0._linear.weight": ((8, 48), (8, 24)),
+    },
+}
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", TORCHREC)
+def test_torchrec(name: str, given: bool) -> None:
+    inputs = models.torchrec_inputs(5)
+    program = towerize(models.torchrec_model(name), TWO, example_inputs=inputs if given else None, tower_module=NARROW)
+    assert made(program).resized == TORCHREC[name]
+    assert program(*inputs).shape == (5, 1)
+
+
+@pytest.mark.parametrize("name", ["DLRM", "DLRM_Projection", "DLRM_DCN"])
+def test_torchrec_models_keep_their_weights(name: str) -> None:
+    inputs = models.torchrec_inputs(5)
+    model = models.torchrec_model(name)
+    program = towerize(model, TWO, example_inputs=inputs, tower_module=SAME, init="preserve")
+    torch.testing.assert_close(program(*inputs), model(*inputs), rtol=0, atol=0)
+
+
+class ByHand(nn.Module):
+    """A DLRM as the paper restructures it by hand: 2 towers, c = 1 and p = 1, vectors 4 wide."""
+
+    def __init__(self, flat: nn.Module, program: TowerProgram) -> None:
+        super().__init__()
+        self.flat, self.root = flat, made(program).captured.root
+        self.towers = [[int(name.rpartition(".")[2]) for name in tower.features] for tower in program.plan.towers]
+
+    def forward(self, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        rows = [table(x[:, i]) for i, table in enumerate(self.flat.tables)]
+        d = self.root.bottom(d)
+        found = [d]
+        for number, fields in enumerate(self.towers):
+            module = self.root.get_submodule(f"dmt_towers.{number}")
+            found += [module.each(rows[i]) for i in sorted(fields)]
+            found.append(module.together(torch.cat([rows[i] for i in sorted(fields)], dim=1)))
+        t = torch.stack(found, dim=1)
+        li, lj = torch.tril_indices(t.shape[1], t.shape[1], offset=-1)
+        return self.root.top(torch.cat([d, (t @ t.mT)[:, li, lj]], dim=1))
+
+
+def test_is_what_the_paper_does_by_hand() -> None:
+    entry = ZOO["dot, bmm and tril_indices"]
+    flat = entry.build().eval()
+    program = compiled(entry, DLRMTower(1, 1, 4), flat)
+    inputs = entry.inputs()
+    assert made(program).resized["top.0.weight"] == ((6, DIM + 15), (6, 4 + 8 * 7 // 2))
+    torch.testing.assert_close(program(*inputs), ByHand(flat, program)(*inputs))
+
+
+# The flat model
+
+
+def test_flat_model_is_untouched() -> None:
+    entry = ZOO["deepfm"]
+    model = entry.build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    program = compiled(entry, NARROW, model)
+    assert list(before) == list(model.state_dict())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    shared = {name for name, value in program.named_parameters() if any(value is mine for mine in model.parameters())}
+    changed = set(made(program).resized)
+    assert all(not name.startswith(("dmt_towers", "dmt_expansions")) for name in shared) and not shared & changed
+    tables = {name for name in before if name.startswith("tables")}
+    assert tables <= shared and list(program.state_dict())[: len(before)] == list(before)
+
+
+def test_same_seed_same_weights() -> None:
+    entry = ZOO["deepfm"]
+    one, two, other = (compiled(entry, NARROW, seed=seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    new = [name for name in one if name.startswith("dmt_towers")] + list(made(compiled(entry, NARROW)).resized)
+    assert not any(torch.equal(one[name], other[name]) for name in new if one[name].dim() > 1)
+
+
+def test_meta_device() -> None:
+    entry = ZOO["deepfm"]
+    program = towerize(entry.build().to("meta"), TWO, example_inputs=entry.inputs(), tower_module=NARROW)
+    assert made(program).resized == made(compiled(entry, NARROW)).resized
+    assert all(parameter.is_meta for parameter in program.parameters())
+
+
+# Modules
+
+
+class Scaled(nn.Module):
+    def __init__(self, features: int, width: int, vectors: int = 0, made: int = 0) -> None:
+        super().__init__()
+        self.vectors, self.width = vectors or features, made or width
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_own_module_and_a_choice_for_each_tower() -> None:
+    entry = ZOO["deepfm"]
+    model = entry.build().eval()
+    program = compiled(entry, {1: Scaled}, model)
+    assert [record.passes for record in made(program).vectors] == [True, False]
+    assert torch.equal(program(*entry.inputs()), model(*entry.inputs()))
+    listed = compiled(entry, [CrossTower(DIM, 1, 3), DLRMTower(0, 2, DIM)])
+    assert [record.vectors for record in made(listed).vectors] == [1, 2]
+
+
+class Mixing(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Normed(Scaled):
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__(features, width)
+        self.norm = nn.BatchNorm1d(features)
+
+
+class Summed(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0)
+
+
+class Halved(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.half()
+
+
+class Raising(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such thing")
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "c=p=0": (lambda: DLRMTower(0, 0, 8), r"makes no vectors at all"),
+    "negative": (lambda: DLRMTower(-1, 0, 8), r"c must be a whole number, 0 or more, got -1"),
+    "width": (lambda: DLRMTower(1, 0, 0), r"dim must be a whole number, 1 or more, got 0"),
+    "rank": (lambda: CrossTower(8, 1, 0), r"rank must be a whole number"),
+    "declares another width": (
+        lambda: lambda f, w: Scaled(f, w, made=w + 1),
+        r"declares \d vectors of width 9, so of .* it must make",
+    ),
+    "declares nothing": (lambda: lambda f, w: nn.Identity(), r"Identity must declare what it makes.*found None and None"),
+    "no module": (lambda: lambda f, w: 3, r"a torch.nn.Module is needed, the factory made a int"),
+    "no factory": (lambda: 3, r"must be a module or make one, got int"),
+    "one module for all": (lambda: Scaled(2, 8), r"every tower needs one of its own"),
+    "cannot be made": (lambda: lambda f, w: 1 / 0, r"cannot be made: ZeroDivisionError"),
+    "raises": (lambda: Raising, r"does not run on \(3, \d, 8\): ValueError: no such thing"),
+    "batch mixed": (lambda: Mixing, r"depends on the other rows"),
+    "batch statistics": (lambda: Normed, r"BatchNorm1d uses statistics of the batch"),
+    "batch summed": (lambda: Summed, r"it made \(\d, 8\)"),
+    "another type": (lambda: Halved, r"takes torch.float32 and returns torch.float16"),
+    "too many": (lambda: [PassThrough()] * 3, r"lists 3 modules, the plan has 2 towers"),
+    "no such tower": (lambda: {2: PassThrough()}, r"names tower 2, the plan has towers 0 to 1"),
+    "widths of towers": (lambda: [DLRMTower(1, 0, 4), DLRMTower(1, 0, 5)], r"vectors of one width.*tower 0: 4, tower 1: 5"),
+    "passes through too wide": (lambda: {0: DLRMTower(1, 0, 4)}, r"tower 0: 4, tower 1: 8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name: str) -> None:
+    make, message = BAD[name]
+    with pytest.raises(PlanError, match=message) as caught:
+        compiled(ZOO["deepfm"], make())
+    if name not in ("c=p=0", "negative", "width", "rank", "one module for all", "too many", "no such tower"):
+        assert "tower" in str(caught.value)
+
+
+def test_refused_options() -> None:
+    entry = ZOO["deepfm"]
+    with pytest.raises(PlanError, match="init must be 'layer' or 'preserve'"):
+        compiled(entry, NARROW, init="svd")
+    with pytest.raises(PlanError, match="give tower_module="):
+        towerize(entry.build(), TWO, example_inputs=entry.inputs(), expand=True)
+    with pytest.raises(PlanError, match=r"Scaled of tower 0 has no method set_linear"):
+        compiled(entry, Scaled, init="preserve")
+    with pytest.raises(PlanError, match="give example_inputs="):
+        towerize(models.torchrec_model("DLRM"), TWO, tower_module=NARROW, init="preserve")
+    with pytest.raises(PlanError, match="no lookup of the model makes one vector per sample"):
+        compiled(ZOO["logistic regression"], NARROW)
+
+
+def test_cross_tower_is_torchrecs_cross_network() -> None:
+    from torchrec.modules.crossnet import LowRankCrossNet
+
+    torch.manual_seed(0)
+    mine, theirs = CrossTower(7, 2, 3)(4, 5), LowRankCrossNet(20, 2, 3)
+    with torch.no_grad():
+        for layer in range(2):
+            mine.down[layer].weight.copy_(theirs.V_kernels[layer])
+            mine.up[layer].weight.copy_(theirs.W_kernels[layer])
+            mine.up[layer].bias.copy_(theirs.bias[layer])
+    x = torch.randn(6, 4, 5)
+    torch.testing.assert_close(mine(x).flatten(1), mine.out(theirs(x.flatten(1))))
+
+
+def test_constants_of_the_zoo() -> None:
+    """The numbers that the expectations above rest on."""
+    assert (len(ROWS), N, DIM, DENSE, FLAT, PAIRS) == (5, 5, 8, 4, 40, 10)
