@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from .complexity import Complexity
     from .interactions import Interaction
     from .render.diff import StageDiff
     from .runtime.rank_module import RankModule
@@ -257,6 +258,20 @@ class TowerProgram(nn.Module):
     def leaves(self) -> Mapping[str, str]:
         """Submodules that were kept whole because they could not be traced, with the reason."""
         return self._dmt.captured.leaves
+
+    def complexity(self) -> Complexity:
+        """Parameters, FLOPs and bytes of one sample, of the flat model and of its towers; a rich renderable, and text by ``str()``.
+
+        FLOPs are counted by torch's counter while the graphs run forward and backward on tensors without values, so the model may
+        live on the meta device. Nothing of the model is changed. What is counted: see :class:`dmt_compile.complexity.Cost`. It is
+        that of the mode that the program is in.
+
+        Raises:
+            CaptureError: the graph cannot be run on made-up inputs (give ``example_inputs``), or needs values that it has not.
+        """
+        from .complexity import complexity
+
+        return complexity(self.stages, self._dmt.sample, self._dmt.analysis.layout)
 
     def verify(
         self, *args: Any, steps: int = 2, optimizer: OptimizerFactory | None = None, seed: int = 0, **kwargs: Any

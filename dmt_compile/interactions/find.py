@@ -7,8 +7,8 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -25,6 +25,7 @@ from .tape import Tape
 from .trace import Recorder, Runner, materialise
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+T = TypeVar("T")
 # An odd number that few models have of anything, so that the axis of the batch is told from others.
 _SAMPLES = 3
 
@@ -63,12 +64,12 @@ def find_interactions(
 
 def follow(flat: fx.GraphModule, root: nn.Module, lookups: LookupSet, inputs: Inputs | None, layout: Layout) -> Tape:
     """A run of a flat graph on a few samples, as for :func:`find_interactions`; raises whatever the graph raises."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet(), plain_attention():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet(), plain_attention():
         return _run(flat, root, lookups, inputs, layout)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep back what a model says when it runs, and the code that a failing GraphModule prints."""
     logger = logging.getLogger("torch.fx._symbolic_trace")
     level = logger.level
@@ -87,17 +88,32 @@ def _run(flat: fx.GraphModule, root: nn.Module, lookups: LookupSet, inputs: Inpu
     clone = clone_sharing_tensors(root, copy_buffers=True).eval()
     materialise(clone, tables)
     module = graph_module_over(clone, flat.graph, extras_of(flat), "Followed")
+    return with_inputs(module, lookups, inputs, layout, lambda given, batch: _follow(module, lookups, given, batch))
+
+
+def with_inputs(
+    module: fx.GraphModule,
+    lookups: LookupSet,
+    inputs: Inputs | None,
+    layout: Layout,
+    attempt: Callable[[Mapping[fx.Node, Any], int], T],
+) -> T:
+    """What ``attempt`` makes of the values of input nodes and their number of samples.
+
+    Without ``inputs`` values are made up. Where nothing says how wide they are, more than one is tried: ``attempt`` is to run the
+    graph and to raise what its operators raise.
+    """
     if inputs is not None:
-        return _follow(module, lookups, placeholders(module.graph, *inputs), batch_size(*inputs, layout))
+        return attempt(placeholders(module.graph, *inputs), batch_size(*inputs, layout))
     given, unknown = _made_up(module, lookups, _SAMPLES)
     shapes: list[tuple[int, ...]] = [(), (1,)]
     while True:
         shape = shapes.pop(0)
         given.update({node: torch.rand(_SAMPLES, *shape) for node in unknown})
         try:
-            return _follow(module, lookups, given, _SAMPLES)
+            return attempt(given, _SAMPLES)
         except RuntimeError as error:
-            sizes = _MISMATCH.search(str(error))
+            sizes = next(filter(None, (pattern.search(str(error)) for pattern in _MISMATCH)), None)
             missing = int(sizes[2]) - int(sizes[1]) if sizes is not None else 0
             if shape == (1,) and len(unknown) == 1 and missing > 0:
                 shapes = [(1 + missing,)]
@@ -108,8 +124,8 @@ def _run(flat: fx.GraphModule, root: nn.Module, lookups: LookupSet, inputs: Inpu
                 raise
 
 
-# What a layer says that is given too few columns.
-_MISMATCH = re.compile(r"\(\d+x(\d+) and (\d+)x\d+\)")
+# What a layer says that is given too few columns, with values and without.
+_MISMATCH = (re.compile(r"\(\d+x(\d+) and (\d+)x\d+\)"), re.compile(r"\[\d+, (\d+)\] X \[(\d+), \d+\]"))
 
 
 def _follow(module: fx.GraphModule, lookups: LookupSet, given: Mapping[fx.Node, Any], batch: int) -> Tape:
