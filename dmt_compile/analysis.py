@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -147,6 +147,14 @@ def _refuse(flat: fx.GraphModule, replicated: Mapping[str, str]) -> NoReturn:
             f"{listed}: ids are looked up in a tensor that is no parameter of the model, so that no optimizer and no rank would "
             "ever have it: register the table (an nn.Embedding in a plain list or dict belongs in a ModuleList or ModuleDict)"
         )
+    selections = plain_calls.rows_of_computed(flat)
+    if selections:
+        listed = "\n".join(f"  {place}: from all of {_in_words(matrices)}" for place, matrices in selections[:_MOST_REASONS])
+        raise CaptureError(
+            f"no embedding lookup was found: ids of the batch take rows of what forward computes from whole tables.\n{listed}\n"
+            "Each of these tables is read as a whole, and such a row may depend on every row of it, so that its owner could not "
+            "look it up alone: take rows of the parameters themselves by ids, or train this model data-parallel"
+        )
     # Whoever has no working torchrec should hear that first: the model may hold stand-ins for its modules.
     if versions.torchrec_installed():
         versions.require_torchrec()
@@ -154,6 +162,10 @@ def _refuse(flat: fx.GraphModule, replicated: Mapping[str, str]) -> NoReturn:
         "no embedding lookup was found: the graph of the model calls no torchrec EmbeddingBagCollection or EmbeddingCollection, "
         "nn.Embedding or nn.EmbeddingBag, nor takes rows of a parameter by ids of the batch, so there is nothing to spread"
     )
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:_MOST_REASONS]) + (", ..." if len(names) > _MOST_REASONS else "")
 
 
 _MOST_REASONS = 8

@@ -154,6 +154,20 @@ def _aside() -> Iterator[None]:
         yield
 
 
+def run_once(model: nn.Module, inputs: Inputs) -> None:
+    """Run copies of the model in both modes, whatever comes of it.
+
+    What forward keeps outside the model's modules (functools.lru_cache, a dict beside its class) is then kept from a call with
+    values. A call that is captured would leave there, in the user's process, what only stands for a tensor.
+    """
+    for flip in (False, True):
+        copy = clone_sharing_tensors(model, copy_buffers=True)
+        for module in copy.modules():
+            module.training ^= flip
+        with WithoutMaxNorm():
+            _run(copy, inputs)
+
+
 def hides_a_lookup(captured: Captured, inputs: Inputs | None) -> bool:
     """Whether a plain lookup stands in a submodule that was kept whole."""
     leaves = [captured.root.get_submodule(path) for path in captured.leaves]

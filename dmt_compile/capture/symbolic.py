@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +71,7 @@ def trace(
         outside = Outside(root)
         tracer = _Tracer(proxy_buffers, whole, outside, structure)
         try:
-            with _without_tracing_advice(), outside:
+            with _without_tracing_advice(), _lengths_in_the_graph(), outside:
                 graph = tracer.trace(root)
             written = next((name for name, buffer in root.named_buffers() if buffer._version != versions.get(name)), None)
             if written is not None:
@@ -108,6 +109,25 @@ def _without_tracing_advice() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+_len = builtins.len
+
+
+def _length(value: Any, /) -> Any:
+    """``len``, but of what stands for a tensor it is a node: Python takes no other answer than a number."""
+    return value.tracer.create_proxy("call_function", _len, (value,), {}) if isinstance(value, fx.Proxy) else _len(value)
+
+
+@contextmanager
+def _lengths_in_the_graph() -> Iterator[None]:
+    """Replace ``len`` wherever forward's code may stand; of anything but a proxy it stays what it is."""
+    before = builtins.len
+    builtins.len = _length
+    try:
+        yield
+    finally:
+        builtins.len = before
 
 
 def _autocast() -> list[tuple[bool, torch.dtype]]:
@@ -196,6 +216,9 @@ class _Tracer(fx.Tracer):
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         if _autocast() != self._autocast:
             raise TypeError("forward enters torch.autocast, which the graph would lose: put autocast around the call of the model")
+        if args[1] is _length:
+            # torch.fx.wrap("len") in the user's module wraps whatever goes by that name.
+            args = (args[0], _len, *args[2:])
         if args[1] in _COPIERS:
             args = (*args[:2], tuple(map(_as_list, args[2])), *args[3:])
         proxy = super().create_proxy(*args, **kwargs)
