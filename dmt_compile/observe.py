@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from .adapters import plain_calls
 from .adapters import torchrec as torchrec_adapter
-from .errors import CaptureError, source_location
+from .errors import CaptureError, source_line
 from .graphs import clone_sharing_tensors, extras_of, graph_module_over
 from .shapes import Shape, fit
 from .verify.cluster import placeholders
@@ -228,7 +228,7 @@ def _run(
             recorder.run(enable_io_processing=False)
         except Exception as error:
             first = str(error).strip().split("\n")[0]
-            place = source_location(recorder.node) if recorder.node is not None else None
+            place = source_line(recorder.node) if recorder.node is not None else None
             where = f"{place}: " if place else ""
             hint = _longest_of_the_batch(recorder.node) if recorder.node is not None else ""
             raise CaptureError(f"{where}the model does not run on {what}: {type(error).__name__}: {first}{hint}") from error
@@ -241,7 +241,7 @@ def _longest_of_the_batch(node: fx.Node) -> str:
     while waiting:
         one = waiting.pop()
         if one.target is rnn.pad_packed_sequence and _total_length(one) is None:
-            where = source_location(one)
+            where = source_line(one)
             return (
                 f"\n{f'{where}: ' if where else ''}pad_packed_sequence pads to the longest sequence of its batch, which may be "
                 "shorter than the padded inputs are: give it total_length="

@@ -383,3 +383,93 @@ def test_builtins_are_as_before() -> None:
     with pytest.raises(CaptureError, match="len\\(x\\) > 3"):
         towerize(Fails(), TOPOLOGY, example_inputs=matrix(10))
     assert builtins.len is before
+
+
+# Numbers of dimensions, and sizes that forward goes through
+
+
+class Restores(Packs):
+    """Leaves samples without a history out, and puts the results of the others in their places again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        there = batch["past"].gt(0).sum(1) > 0
+        rows = self.item(batch["past"])[there]
+        packed = rnn.pack_padded_sequence(rows, batch["n"][there].cpu(), batch_first=True, enforce_sorted=False)
+        found = self.gru(packed)[1].squeeze(0)
+        out = torch.zeros([there.size(0), *list(found.shape[1:])], device=found.device)
+        out[there] = found
+        parts = [part for part in (out, self.norm(self.item(batch["item"])), rows) if part.ndim == 2]
+        first, *more = (part.view(*part.size()[:-1], 2, -1) if len(part.shape) < 3 else part for part in parts)
+        return sum((first * part for part in more), start=first).sum(tuple(range(1, first.dim())))
+
+
+def some_without(batch: int, seed: int = 0) -> Inputs:
+    found = histories(batch, seed)[0]
+    found["past"][1::4] = 0
+    return (found,)
+
+
+def test_sizes_that_forward_goes_through() -> None:
+    program = proved(Restores(), some_without)
+    for training in (True, False):
+        program.train(training)
+        certificate = program.verify(*some_without(9, 3), steps=1)
+        assert certificate.passed, str(certificate)
+
+
+def test_number_of_dimensions_of_what_cannot_be_run_twice() -> None:
+    """Looking at a value changes nothing: no statistics, no rows under max_norm, no random numbers, no input."""
+
+    class Looks(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.limited, self.norm = nn.Embedding(20, 8, max_norm=0.1), nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = nn.functional.dropout(self.norm(self.rows(x) + self.limited(x[:, 0])), 0.5, self.training)
+            rows = rows.add_(1) if rows.dim() == 2 else rows.sum(1)
+            return self.out(rows)
+
+    model, state = Looks(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    program = towerize(model, TOPOLOGY, example_inputs=matrix(10))
+    assert program._dmt.captured.front_end == "torch.fx"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(program.eval()(*matrix(13, 1)), model.eval()(*matrix(13, 1)), rtol=0, atol=1e-6)
+
+
+def test_number_of_dimensions_that_depends_on_the_batch() -> None:
+    class Squeezes(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.rows(x).squeeze()
+            return self.out(rows if rows.ndim == 2 else rows.unsqueeze(0) * 2)
+
+    with pytest.raises(CaptureError, match="for a batch of one sample"):
+        towerize(Squeezes(), TOPOLOGY, example_inputs=matrix(10))
+
+
+def test_writing_to_parts_of_a_tensor() -> None:
+    class Fills(Two):
+        """Into what it makes, and into what it has looked up."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, out = self.user(x[:, 0]), torch.zeros(x.shape[0], 8)
+            out[:, :4] = first
+            first[x[:, 1] > 15] = 0.5
+            out[:, 4:] += self.item(x[:, 1]) * first
+            return self.out(out)
+
+    proved(Fills())
+
+    class Overwrites(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x[x > 15] = 3
+            return self.out(self.rows(x))
+
+    with pytest.raises(CaptureError, match="forward changes its inputs in place"):
+        towerize(Overwrites(), TOPOLOGY, example_inputs=matrix(10))
