@@ -19,6 +19,7 @@ from .observe import Inputs, observe
 from .rounds import in_rounds
 from .shapes import SHAPE, STORAGE, WRITES, PerSample
 from .verify.deal import Layout
+from .verify.structure import Place, by_name, places_read
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ def _analyse(
     if not lookups.lookups and not replicated:
         _refuse(flat)
     layout = replace(layout, per_sample=_per_sample(flat.graph, layout))
+    if inputs is not None:
+        layout = replace(layout, places=_places(flat.graph, layout, inputs))
     return Analysis(in_rounds(flat.graph, lookups), replicated, layout, whole)
 
 
@@ -130,6 +133,14 @@ def _per_sample(graph: fx.Graph, layout: Layout) -> tuple[tuple[object, ...], ..
     ragged = {path for one in layout.ragged for path in (one.values, one.offsets, one.weights)}
     paths = (input_path(node) for node in graph.nodes if node.meta.get(SHAPE, ())[:1] == (PerSample(1, 0),))
     return tuple(dict.fromkeys(path for path in paths if path is not None and path not in ragged))
+
+
+def _places(graph: fx.Graph, layout: Layout, inputs: Inputs) -> tuple[Place, ...]:
+    args, kwargs = inputs
+    unread = {(str(node.target),) for node in graph.nodes if node.op == "placeholder" and not node.users}
+    ragged = [path for one in layout.ragged for path in (one.values, one.offsets, one.weights) if path is not None]
+    paths = [path for path in (*layout.keys, *layout.per_sample, *ragged) if path not in unread]
+    return places_read(by_name(args, kwargs, layout.names), paths)
 
 
 def left_flat(replicated: Mapping[str, str]) -> str:

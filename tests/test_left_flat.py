@@ -136,6 +136,8 @@ def test_what_is_said() -> None:
     assert len([line for line in lines if re.match(r"  tables\.\d\.weight: .*:\d+: it uses scale_grad_by_freq", line)]) == 8
     assert "  ... and 3 more" in lines
     assert "a parameter of its own" in lines[-1]
+    with pytest.warns(UserWarning, match=r"  item\.weight: \S*test_left_flat\.py:\d+: it is also used as a weight here\n"):
+        towerize(CASES["only a table"].build(), GRID, example_inputs=CASES["only a table"].example())
     assert len(compiled.replicated) == 11
 
 
