@@ -40,7 +40,7 @@ class NextItem(nn.Module):
 
 
 class OnlyTable(nn.Module):
-    """A table and nothing else, with sparse gradients from its lookup."""
+    """A table and nothing else; a result that is nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,6 +351,27 @@ def differ_on_ranks() -> None:
 def test_ranks_compare_their_models(ranks: Ranks) -> None:
     for outcome in ranks.outcomes(2, differ_on_ranks):
         assert outcome.error == "DistributedError" and "item.weight" in outcome.message
+
+
+def meta_on_ranks() -> Any:
+    """Runs on a rank: a model without values gets some, the same everywhere."""
+    with torch.device("meta"):
+        model = OnlyTable()
+    args, _ = CASES["only a table"].batch(4)
+    with pytest.warns(UserWarning, match="left flat"):
+        compiled = towerize(model, Topology(2, 1), example_inputs=tuple(x.to("meta") for x in args))
+    module = compiled.distribute(device="cpu")
+    objective(module(*args)).backward()
+    found = module.item.weight.detach().clone(), module.item.weight.grad
+    module.close()
+    return found
+
+
+@pytest.mark.multi_rank
+def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
+    (value, gradient), others = ranks(2, meta_on_ranks)
+    assert torch.equal(value, others[0]) and torch.equal(gradient, others[1])
+    assert bool(value.isfinite().all()) and bool(value.any()) and bool(gradient.any())
 
 
 def test_a_bad_batch_on_one_device() -> None:
