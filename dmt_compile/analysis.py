@@ -19,6 +19,7 @@ from .observe import Inputs, observe
 from .rounds import in_rounds
 from .shapes import SHAPE, STORAGE, WRITES, PerSample
 from .verify.deal import Layout
+from .verify.structure import Place, by_name, places_read
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def analyse(captured: Captured, inputs: Inputs | None, dynamic_ids: bool = False
     """Find every embedding lookup of a captured model, for training mode (True) and for evaluation mode.
 
     Raises:
-        CaptureError: there is none that towers could serve, plain lookups were found and example ``inputs`` (args, kwargs) are
-            missing, or the two modes do not look up the same tables in the same way.
+        CaptureError: there is none, plain lookups were found and example ``inputs`` (args, kwargs) are missing, or the two modes do
+            not look up the same tables in the same way.
     """
     training, evaluation = captured.graphs[True], captured.graphs[False]
     if training is evaluation:
@@ -50,9 +51,10 @@ def analyse(captured: Captured, inputs: Inputs | None, dynamic_ids: bool = False
     while True:
         both = {mode: _analyse(graph, captured.root, inputs, kept, plainly, dynamic_ids) for mode, graph in captured.graphs.items()}
         mine, theirs = both[True], both[False]
-        if set(mine.replicated) != set(theirs.replicated):
+        whole = {**mine.replicated, **theirs.replicated}
+        if set(mine.replicated) != set(theirs.replicated) and set(whole) != set(kept):
             # What one mode must have on every rank stays there in the other.
-            kept = {**mine.replicated, **theirs.replicated}
+            kept = whole
             continue
         differing = {
             parameter
@@ -118,9 +120,11 @@ def _analyse(
         if replicated:
             listed = ", ".join(list(replicated)[:4]) + (", ..." if len(replicated) > 4 else "")
             warnings.warn(f"{len(replicated)} tables stay on every rank ({listed}): {why}(...)", stacklevel=4)
-    if not lookups.lookups:
-        _refuse(flat, replicated)
+    if not lookups.lookups and not replicated:
+        _refuse(flat)
     layout = replace(layout, per_sample=_per_sample(flat.graph, layout))
+    if inputs is not None:
+        layout = replace(layout, places=_places(flat.graph, layout, inputs))
     return Analysis(in_rounds(flat.graph, lookups), replicated, layout, whole)
 
 
@@ -131,15 +135,27 @@ def _per_sample(graph: fx.Graph, layout: Layout) -> tuple[tuple[object, ...], ..
     return tuple(dict.fromkeys(path for path in paths if path is not None and path not in ragged))
 
 
-def _refuse(flat: fx.GraphModule, replicated: Mapping[str, str]) -> NoReturn:
-    if replicated:
-        listed = "\n".join(f"  {name}: {why}" for name, why in list(replicated.items())[:_MOST_REASONS])
-        more = f"\n  ... and {len(replicated) - _MOST_REASONS} more" if len(replicated) > _MOST_REASONS else ""
-        raise CaptureError(
-            f"none of the model's embedding lookups can be served by another rank:\n{listed}{more}\n"
-            "There is nothing to spread over towers: change what is named there (give a weight a parameter of its own, say), or "
-            "train this model data-parallel."
-        )
+def _places(graph: fx.Graph, layout: Layout, inputs: Inputs) -> tuple[Place, ...]:
+    args, kwargs = inputs
+    unread = {(str(node.target),) for node in graph.nodes if node.op == "placeholder" and not node.users}
+    ragged = [path for one in layout.ragged for path in (one.values, one.offsets, one.weights) if path is not None]
+    paths = [path for path in (*layout.keys, *layout.per_sample, *ragged) if path not in unread]
+    return places_read(by_name(args, kwargs, layout.names), paths)
+
+
+def left_flat(replicated: Mapping[str, str]) -> str:
+    """What to tell the user of a model all of whose tables stay replicated."""
+    listed = "\n".join(f"  {name}: {why}" for name, why in list(replicated.items())[:_MOST_REASONS])
+    more = f"\n  ... and {len(replicated) - _MOST_REASONS} more" if len(replicated) > _MOST_REASONS else ""
+    return (
+        f"none of the model's embedding lookups can be served by another rank:\n{listed}{more}\n"
+        "Nothing is spread over towers, the model is left flat: every rank holds all of it, and the gradients of whole tables are "
+        "averaged over the ranks in every step. To have tables spread, change what is named there (give a weight a parameter of "
+        "its own, say)."
+    )
+
+
+def _refuse(flat: fx.GraphModule) -> NoReturn:
     places = plain_calls.unregistered(flat)
     if places:
         listed = ", ".join(places[:_MOST_REASONS]) + (", ..." if len(places) > _MOST_REASONS else "")

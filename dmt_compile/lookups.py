@@ -195,7 +195,10 @@ class LookupSet:
 
     @cached_property
     def rounds(self) -> tuple[LookupSet, ...]:
-        """The lookups of each round of exchanges, in order, with their own sources and outputs; all tables are in every round."""
+        """The lookups of each round of exchanges, in order, with their own sources and outputs; all tables are in every round.
+
+        Without lookups there is no round.
+        """
         numbers = sorted({source.round for source in self.sources})
         if len(numbers) == 1:
             return (self,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from .analysis import Analysis, analyse
+from .analysis import Analysis, analyse, left_flat
 from .capture import Captured, capture
 from .errors import PlanError
 from .graphs import clone_sharing_tensors, copy_graph, deepcopy_values, extras_of, graph_module_over
@@ -48,6 +49,9 @@ def towerize(
 
     The model is not changed and none of its tensors is copied; it may live on the meta device.
 
+    A model none of whose tables can leave its rank is left flat, with a ``UserWarning`` that names each and why: all stages are its
+    own graph, and :meth:`TowerProgram.distribute` trains it data-parallel.
+
     Args:
         model: an ``nn.Module`` that reads its tables through TorchRec ``EmbeddingBagCollection`` or ``EmbeddingCollection``
             modules, ``nn.Embedding``, ``nn.EmbeddingBag``, their functional forms, or by indexing a parameter.
@@ -74,6 +78,8 @@ def towerize(
     captured = capture(model, inputs)
     analyses = analyse(captured, inputs, dynamic_ids)
     plan = make_plan(analyses[True].lookups, topology, towers, partition)
+    if not analyses[True].lookups.lookups:
+        warnings.warn(left_flat({**analyses[False].replicated, **analyses[True].replicated}), stacklevel=2)
     return TowerProgram(captured, analyses, plan, _few(inputs, analyses))
 
 

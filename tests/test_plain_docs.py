@@ -284,7 +284,8 @@ exchanges of their own.
 ## Replicated on every rank
 
 The table stays a dense parameter, as it would be under data parallelism: every rank holds it, and its gradient is
-all-reduced. `program.replicated` and `print(program)` say which tables, where in your code and why.
+all-reduced. `program.replicated` and `print(program)` say which tables, where in your code and why. Where no other table is
+left, the model is left flat: the program is the model itself on every rank, trained data-parallel.
 
 {replicated}
 """

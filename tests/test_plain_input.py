@@ -230,8 +230,10 @@ def test_a_table_of_integers() -> None:
     assert compiled.replicated["codes"].endswith("its table holds torch.int8")
     certificate = compiled.verify(ones(7))
     assert certificate.passed, str(certificate)
-    with pytest.raises(CaptureError, match=r"none of .* can be served by another rank:\n  codes: .*torch\.int8"):
-        towerize(Integers(alone=True), GRID, example_inputs=(ones(4),))
+    with pytest.warns(UserWarning, match=r"none of .* can be served by another rank:\n  codes: .*torch\.int8"):
+        alone = towerize(Integers(alone=True), GRID, example_inputs=(ones(4),))
+    assert not alone.lookups.lookups and list(alone.replicated) == ["codes"]
+    assert alone.verify(ones(7)).passed
 
 
 @pytest.mark.filterwarnings("ignore")
