@@ -57,8 +57,9 @@ class IdSource:
     A lookup makes one row of columns per ``unit``. That is the batch's sample, wherever the number of ids, or of bags, of a batch
     follows from the number of its samples; elsewhere it is the "id" or the "bag". A fixed source whose unit is no sample has
     ``count`` 1. Lookups of other units, and those whose ids are computed from the result of others, are served in a ``round`` of
-    exchanges of their own. Where ids count from the end if they are negative, ``wraps`` is the number of rows. Weights that are a
-    mask are taken as numbers of ``weight_dtype``.
+    exchanges of their own; ``per_sample`` is how many ids or bags of each feature the example inputs have for one sample, None
+    where the data decides it. Where ids count from the end if they are negative, ``wraps`` is the number of rows. Weights that are
+    a mask are taken as numbers of ``weight_dtype``.
     """
 
     node: str
@@ -71,6 +72,7 @@ class IdSource:
     include_last_offset: bool = False
     shape: tuple[int | None, ...] = ()
     unit: Unit = "sample"
+    per_sample: float | None = None
     round: int = 0
     wraps: int = 0
     weight_dtype: torch.dtype | None = None
@@ -214,8 +216,17 @@ class LookupSet:
 
     @property
     def unit(self) -> Unit:
-        """What a row of columns belongs to; the same for all lookups of a round."""
-        return self.sources[0].unit
+        """What a row of columns of a round belongs to: a bag where some lookups have bags, because an id is a bag of one."""
+        return "bag" if any(source.unit == "bag" for source in self.sources) else self.sources[0].unit
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the lookups of a round have numbers of rows of their own, of which a rank's batch size is the largest."""
+        return len(self.sources) > 1 and self.unit != "sample"
+
+    def source_of(self, output: LookupOutput) -> int:
+        """The number of the source that an output's ids are taken from."""
+        return self.lookup[output.lookups[0]].source
 
     @cached_property
     def bag_of(self) -> dict[tuple[int, str], int]:

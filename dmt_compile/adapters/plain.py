@@ -120,22 +120,24 @@ def _serve(call: Call, observed: Observed, pooled: PooledRows | None) -> _Served
     if call.wraps:
         source = replace(source, wraps=call.rows)
     if call.pooling != "rows":
-        per_sample = (seen.shape[0], seen.fewer[0]) == (observed.batch, observed.fewer) and not seen.varies
-        unit: Unit = "sample" if per_sample else "bag"
-        return _Served(call, replace(source, shape=(-1, None), unit=unit), (-1, *result.shape[1:]), None)
+        per_sample = _per_sample(seen.shape[0], seen.fewer[0], seen.varies, observed)
+        source = replace(source, shape=(-1, None), unit="sample" if per_sample == 1 else "bag", per_sample=per_sample)
+        return _Served(call, source, (-1, *result.shape[1:]), None)
     count, left = divmod(_numel(seen.shape), observed.batch)
     grows = [place for place, (size, fewer) in enumerate(zip(seen.shape, seen.fewer, strict=False)) if size != fewer]
     regular = len(seen.shape) == len(seen.fewer) and len(grows) == 1 and _numel(seen.fewer) == count * observed.fewer
     # Samples must not share a row of ids.
     regular = regular and seen.shape[grows[0]] % observed.batch == 0
-    any_number = _Served(call, replace(source, count=1, shape=(None,) * len(seen.shape), unit="id"), None, call.ids.name)
+    ids = _per_sample(_numel(seen.shape), _numel(seen.fewer), seen.varies, observed)
+    free = replace(source, count=1, shape=(None,) * len(seen.shape), unit="id", per_sample=ids)
+    any_number = _Served(call, free, None, call.ids.name)
     if seen.varies or left or not count or not regular:
         return any_number
 
     def growing(shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(-1 if place == grows[0] else size for place, size in enumerate(shape))
 
-    source = replace(source, count=count, shape=growing(seen.shape))
+    source = replace(source, count=count, shape=growing(seen.shape), per_sample=count)
     rows = _Served(call, source, growing(result.shape), None, any_number=any_number if len(seen.shape) > 1 else None)
     if pooled is None or len(seen.shape) != 2:
         return rows
@@ -152,9 +154,17 @@ def _serve_offsets(call: Call, source: IdSource, observed: Observed, result: See
     bags, fewer = (_numel(shape) - call.include_last_offset for shape in (offsets.shape, offsets.fewer))
     if bags == fewer:
         return f"it makes {bags} bags for any number of samples"
-    per_sample = (bags, fewer) == (observed.batch, observed.fewer) and not offsets.varies
-    source = replace(source, include_last_offset=call.include_last_offset, unit="sample" if per_sample else "bag")
+    per_sample = _per_sample(bags, fewer, offsets.varies, observed)
+    unit: Unit = "sample" if per_sample == 1 else "bag"
+    source = replace(source, include_last_offset=call.include_last_offset, unit=unit, per_sample=per_sample)
     return _Served(call, source, (-1, *result.shape[1:]), None)
+
+
+def _per_sample(units: int, fewer: int, varies: bool, observed: Observed) -> float | None:
+    """How many there are for each sample; None where that is not the same for any number of samples."""
+    if varies or units * observed.fewer != fewer * observed.batch:
+        return None
+    return units / observed.batch
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -198,7 +208,8 @@ def _by_field(source: IdSource, places: Sequence[int]) -> IdSource:
     before = ":" if len(source.shape) == 2 else "..."
     features = tuple(f"{source.label}[{before}, {column}]" for column in range(fields))
     count = source.count if source.unit == "id" else source.count // fields
-    return replace(source, features=features, count=count, shape=(*source.shape[:-1], fields))
+    per_sample = source.per_sample / fields if source.per_sample is not None else None
+    return replace(source, features=features, count=count, shape=(*source.shape[:-1], fields), per_sample=per_sample)
 
 
 def _lookup_set(served: Sequence[_Served], rows: Mapping[str, _Rows], names_taken: set[str]) -> LookupSet:

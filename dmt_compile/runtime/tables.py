@@ -92,12 +92,20 @@ def _pooled_by_the_model(lookup: Lookup, rows: torch.Tensor, bag: Bag) -> torch.
     """Rows side by side, or pooled as the model's own operation does it."""
     units = bag.offsets.numel() - 1
     if not lookup.sequence:
-        return rows.view(units, lookup.dim)
+        return _one_a_bag(rows, bag, units) if lookup.dim == rows.shape[1] else rows.view(units, lookup.dim)
     rows = rows.view(units, lookup.sequence, lookup.dim)
     weights = _weights(lookup, bag, rows.dtype)
     if weights is not None:
         rows = rows * weights.view(units, lookup.sequence, 1)
     return pool_sequence(rows, lookup.pooling)
+
+
+def _one_a_bag(rows: torch.Tensor, bag: Bag, units: int) -> torch.Tensor:
+    """(N, d) -> (units, d) for bags of one id or none; an empty bag gets zeros."""
+    if len(rows) == units:
+        return rows
+    places = torch.repeat_interleave(bag.offsets.diff(), output_size=len(rows))
+    return rows.new_zeros(units, rows.shape[1]).index_copy(0, places, rows)
 
 
 def _weights(lookup: Lookup, bag: Bag, dtype: torch.dtype) -> torch.Tensor | None:
