@@ -64,7 +64,7 @@ class SelectIds(nn.Module):
     table, and the one behind its last) ids are checked to lie inside their table before they travel; where tables are
     ``partial``, runs of rows of a parameter, that must not be left out: an id could be one of another table. ``tables`` are the
     names of the entries' tables. Sources of ids or bags (and not of samples) may have different numbers of them: all get as many
-    as the largest, by empty bags behind their own.
+    as the largest, by empty bags behind their own. The sources numbered ``never_none`` must have ids if they have samples.
 
     Raises:
         InputError: a feature is missing from the batch, sources disagree on the batch size, or an id is out of range.
@@ -78,8 +78,10 @@ class SelectIds(nn.Module):
         sources: Sequence[IdSource],
         partial: bool = False,
         tables: Sequence[str] = (),
+        never_none: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        self.never_none = tuple(never_none)
         self.partial = partial
         self.tables = tuple(tables)
         self.entries = tuple(entries)
@@ -116,6 +118,10 @@ class SelectIds(nn.Module):
 
     def forward(self, *ids: JaggedIds) -> IdRequest:
         order, weighted = self.positions([one.keys for one in ids])
+        for number in self.never_none:
+            if not ids[number].values.numel() and ids[number].lengths.shape[1]:
+                label = self.sources[number].label
+                raise InputError(f"'{label}' has no ids for its samples, and the model takes the maximum of their rows")
         sizes = {one.lengths.shape[1] for one in ids}
         if len(sizes) > 1 and self.uneven:
             ids = tuple(_with_empty_bags(one, max(sizes)) for one in ids)
