@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 from torch import fx, nn
@@ -14,6 +15,7 @@ from .adapters import plain, plain_calls, torchrec
 from .capture import Captured
 from .errors import CaptureError
 from .graphs import input_path, keys_read
+from .lengths import Lengths
 from .lookups import LookupSet
 from .observe import Inputs, observe
 from .rounds import in_rounds
@@ -35,21 +37,24 @@ class Analysis:
     whole: Mapping[str, str]
 
 
-def analyse(captured: Captured, inputs: Inputs | None, dynamic_ids: bool = False) -> Mapping[bool, Analysis]:
+def analyse(captured: Captured, inputs: Inputs | None, dynamic_ids: bool | None = None) -> Mapping[bool, Analysis]:
     """Find every embedding lookup of a captured model, for training mode (True) and for evaluation mode.
+
+    ``dynamic_ids`` says whether the number of ids per sample may change; None is for where the model itself takes any.
 
     Raises:
         CaptureError: there is none, plain lookups were found and example ``inputs`` (args, kwargs) are missing, or the two modes do
             not look up the same tables in the same way.
     """
     training, evaluation = captured.graphs[True], captured.graphs[False]
+    fixed = _fixed(captured, inputs, dynamic_ids)
     if training is evaluation:
-        only = _analyse(training, captured.root, inputs, {}, (), dynamic_ids)
+        only = _analyse(training, captured.root, inputs, {}, (), fixed)
         return {True: only, False: only}
     kept: Mapping[str, str] = {}
     plainly: set[str] = set()
     while True:
-        both = {mode: _analyse(graph, captured.root, inputs, kept, plainly, dynamic_ids) for mode, graph in captured.graphs.items()}
+        both = {mode: _analyse(graph, captured.root, inputs, kept, plainly, fixed) for mode, graph in captured.graphs.items()}
         mine, theirs = both[True], both[False]
         whole = {**mine.replicated, **theirs.replicated}
         if set(mine.replicated) != set(theirs.replicated) and set(whole) != set(kept):
@@ -65,6 +70,21 @@ def analyse(captured: Captured, inputs: Inputs | None, dynamic_ids: bool = False
             _refuse_other_lookups(mine.lookups, theirs.lookups)
             return both
         plainly |= differing
+
+
+def _layout(flat: fx.GraphModule, calls: Sequence[plain_calls.Call]) -> Layout:
+    names = tuple(str(node.target) for node in flat.graph.nodes if node.op == "placeholder")
+    return Layout(names, plain_calls.ragged_inputs(calls), keys_read(flat.graph))
+
+
+_Fixed = Callable[[fx.GraphModule, fx.Node, int, tuple[int, ...]], str | None]
+
+
+def _fixed(captured: Captured, inputs: Inputs | None, dynamic_ids: bool | None) -> _Fixed:
+    """Why the number of ids of a node of one of the graphs is fixed, None where it is not."""
+    if dynamic_ids is not None or inputs is None:
+        return lambda *_: None if dynamic_ids else "or compile without dynamic_ids=False"
+    return Lengths(captured, inputs, _layout(captured.flat, plain_calls.find_calls(captured.flat))).fixed
 
 
 def _treatment(lookups: LookupSet, parameter: str) -> set[tuple[object, ...]]:
@@ -92,13 +112,12 @@ def _analyse(
     inputs: Inputs | None,
     keep: Mapping[str, str],
     plainly: Collection[str],
-    dynamic_ids: bool,
+    fixed: _Fixed,
 ) -> Analysis:
     lookups = torchrec.find_collections(flat)
     calls = plain_calls.find_calls(flat)
     certain = [call for call in calls if not call.indexing]
-    names = tuple(str(node.target) for node in flat.graph.nodes if node.op == "placeholder")
-    layout = Layout(names, plain_calls.ragged_inputs(calls), keys_read(flat.graph))
+    layout = _layout(flat, calls)
     replicated: dict[str, str] = {}
     whole: dict[str, str] = {}
     if inputs is not None:
@@ -107,7 +126,7 @@ def _analyse(
             for key, found in ((SHAPE, observed.shapes), (STORAGE, observed.storage), (WRITES, observed.writes)):
                 if node.name in found:
                     node.meta[key] = found[node.name]
-        plain_lookups, replicated, whole = plain.find_plain(flat, calls, observed, lookups, keep, plainly, dynamic_ids)
+        plain_lookups, replicated, whole = plain.find_plain(flat, calls, observed, lookups, keep, plainly, partial(fixed, flat))
         lookups = lookups + plain_lookups
     elif certain and not lookups.lookups:
         raise CaptureError(

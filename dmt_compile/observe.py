@@ -89,11 +89,7 @@ def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.C
     batch = batch_size(args, kwargs, layout)
     if batch < 1:
         raise CaptureError("example_inputs must hold at least one sample")
-    # In evaluation mode, because layers such as BatchNorm refuse to train on one sample.
-    clone = clone_sharing_tensors(root, copy_buffers=True).eval()
-    torchrec_adapter.accept_empty_batches(clone)
-    module = graph_module_over(clone, flat.graph, extras_of(flat), "Recorder")
-    plain_calls.copy_tables_that_reading_changes(module, calls)
+    module = _to_record(flat, root, calls)
     closure = _leads_to(module.graph, read, {call.node for call in calls})
     full = _run(module, args, kwargs, names | {node.name for node in closure})
     fewer = batch // 2
@@ -126,6 +122,24 @@ def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.C
         full.storage,
         full.writes,
     )
+
+
+def shapes_on(flat: fx.GraphModule, root: nn.Module, inputs: Inputs) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of all tensors of a captured graph on ``inputs``.
+
+    Raises:
+        CaptureError: it does not run on them.
+    """
+    return _run(_to_record(flat, root, plain_calls.find_calls(flat)), *inputs, set()).shapes
+
+
+def _to_record(flat: fx.GraphModule, root: nn.Module, calls: Sequence[plain_calls.Call]) -> fx.GraphModule:
+    # In evaluation mode, because layers such as BatchNorm refuse to train on one sample.
+    clone = clone_sharing_tensors(root, copy_buffers=True).eval()
+    torchrec_adapter.accept_empty_batches(clone)
+    module = graph_module_over(clone, flat.graph, extras_of(flat), "Recorder")
+    plain_calls.copy_tables_that_reading_changes(module, calls)
+    return module
 
 
 def _constants(tensors: Mapping[str, torch.Tensor], probes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

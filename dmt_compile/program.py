@@ -43,7 +43,7 @@ def towerize(
     partition: str = "balanced",
     example_inputs: ExampleInputs | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    dynamic_ids: bool = False,
+    dynamic_ids: bool | None = None,
 ) -> TowerProgram:
     """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
 
@@ -63,8 +63,12 @@ def towerize(
             what is no ``EmbeddingBagCollection``, and to show where features mix. A clone runs on it in evaluation mode several
             times: on the batch, on its halves, and with zeros and ones in place of its values.
         example_kwargs: keyword arguments beside positional ``example_inputs``.
-        dynamic_ids: let the number of ids of one sample (the length of padded histories) change from batch to batch and from rank
-            to rank. Each lookup of such ids then has a round of exchanges of its own; else the number is that of the example.
+        dynamic_ids: whether the number of ids of one sample (the length of padded histories) may change from batch to batch and
+            from rank to rank. None is for where the model itself takes any number: a clone is tried on a few samples with histories
+            that are one longer, and one shorter, than the example's. With False the number is that of the example, and another one
+            is refused; with True it may change whatever the model says. Lookups of such ids whose rows the model does not pool at
+            once need a further round of exchanges. Plan and rounds follow the number in the example, so that has to be the same on
+            all ranks.
 
     Raises:
         CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.

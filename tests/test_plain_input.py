@@ -55,6 +55,12 @@ def test_floats_as_ids() -> None:
 def test_another_number_of_ids(shape: tuple[int, ...]) -> None:
     """Also where the number of ids would fit other samples."""
     message = r"'x' has ids of shape \(.*the model was compiled for 4 per sample \(shape \(B, 4\) for B samples\)"
+    refused(InputError, message, "field aware", ones(*shape))
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2, 4)])
+def test_other_dimensions_of_any_number_of_ids(shape: tuple[int, ...]) -> None:
+    message = r"'x' has ids of shape \([\d, ]*\), the model was compiled \(shape \((any|B), any\) for B samples\)$"
     refused(InputError, message, "sequence only", ones(*shape))
 
 

@@ -67,6 +67,15 @@ _FEW = (
 )
 
 
+def differs(captured: Captured, inputs: Inputs) -> str | None:
+    """What the model or its graph does on ``inputs`` that the other does not, or neither can; None if both compute the same."""
+    result = _run(_copies(captured)[0], inputs)
+    if isinstance(result, Exception):
+        return f"the model raises {type(result).__name__}: {str(result).strip().partition(chr(10))[0]}"
+    difference = _difference(captured, inputs)
+    return difference.partition("\n")[0] if difference is not None else None
+
+
 def _difference(captured: Captured, inputs: Inputs) -> str | None:
     model, tried = _copies(captured)
     where = next(filter(None, map(source_location, reversed(tried.graph.nodes))), None)

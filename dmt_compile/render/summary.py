@@ -183,7 +183,7 @@ def _style(lookups: LookupSet, output: LookupOutput) -> str:
     if source.unit != "sample":
         return f"any {source.unit}s: {result}"
     if source.form == "fixed":
-        ids = counted(source.count, "id") if source.count else "n ids"
+        ids = counted(source.count, "id") if source.count else "any ids"
         return f"{ids}: {'row' if result == 'rows' and source.count == 1 else result}"
     return f"{source.form}: {result}"
 

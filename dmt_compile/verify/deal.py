@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,15 @@ class _Part:
 
 # A tensor by identity: what it is (row None), or what its rows are where several ragged inputs are stacked in one tensor.
 _Ragged = Mapping[int, Mapping[int | None, _Part]]
+
+
+def ragged_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> Collection[int]:
+    """The tensors of the inputs, by identity, that are ragged or hold offsets.
+
+    Raises:
+        InputError: offsets do not fit their ids.
+    """
+    return _ragged(args, kwargs, layout).keys()
 
 
 def _ragged(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> _Ragged:
