@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         metavar="MODULE_OR_FILE:NAME",
         help="a model, or a function without arguments that makes one, in a module or a .py file; a model that reads plain "
-        "PyTorch embeddings comes with a batch, as (model, example_inputs)",
+        "PyTorch embeddings comes with a batch, as (model, example_inputs) or (model, example_inputs, example_kwargs)",
     )
     explain.add_argument("--hosts", type=_positive, metavar="H", help="number of hosts")
     explain.add_argument("--ranks-per-host", type=_positive, metavar="L", help="number of ranks on every host")
@@ -162,13 +162,14 @@ def _compile(arguments: argparse.Namespace) -> TowerProgram:
         raise _UsageError("give --hosts and --ranks-per-host, or --plan")
     topology = plan.topology if plan else Topology(arguments.hosts, arguments.ranks_per_host)
     with _own_search_path():
-        model, example_inputs = _load_model(arguments.model)
+        model, example_inputs, example_kwargs = _load_model(arguments.model)
         return towerize(
             model,
             topology,
             towers=plan or arguments.towers,
             partition=arguments.partition or "balanced",
             example_inputs=example_inputs,
+            example_kwargs=example_kwargs,
         )
 
 
@@ -185,8 +186,8 @@ def _own_search_path() -> Iterator[None]:
         sys.path[:] = before
 
 
-def _load_model(target: str) -> tuple[nn.Module, Any]:
-    """The model that ``target`` names or makes, and the example inputs that came with it, or None."""
+def _load_model(target: str) -> tuple[nn.Module, Any, Any]:
+    """The model that ``target`` names or makes, and the example inputs and keyword arguments that came with it, or None."""
     from torch import nn
 
     source, _, name = target.rpartition(":")
@@ -198,7 +199,7 @@ def _load_model(target: str) -> tuple[nn.Module, Any]:
             raise _UsageError(f"{source} has no {name!r}{_perhaps(found, part)}")
         found = getattr(found, part)
     if isinstance(found, nn.Module):
-        return found, None
+        return found, None, None
     if isinstance(found, tuple):
         return _model_and_inputs(found, target)
     if not callable(found):
@@ -208,17 +209,20 @@ def _load_model(target: str) -> tuple[nn.Module, Any]:
     return _model_and_inputs(made, f"{name}() of {source} returned")
 
 
-def _model_and_inputs(made: Any, what: str) -> tuple[nn.Module, Any]:
+def _model_and_inputs(made: Any, what: str) -> tuple[nn.Module, Any, Any]:
     from torch import nn
 
     if isinstance(made, nn.Module):
-        return made, None
+        return made, None, None
     if not isinstance(made, tuple):
         raise _UsageError(f"{what} {type(made).__name__}, a torch.nn.Module is needed, or (model, example_inputs)")
-    if len(made) != 2 or not isinstance(made[0], nn.Module):
+    if len(made) not in (2, 3) or not isinstance(made[0], nn.Module) or not all(isinstance(one, Mapping) for one in made[2:]):
         types = ", ".join(type(one).__name__ for one in made)
-        raise _UsageError(f"{what} a tuple ({types}), (model, example_inputs) is needed")
-    return made
+        raise _UsageError(
+            f"{what} a tuple ({types}), (model, example_inputs) is needed, or (model, example_inputs, example_kwargs) with a dict "
+            "of keyword arguments"
+        )
+    return made if len(made) == 3 else (*made, None)
 
 
 def _perhaps(holder: object, wrong: str) -> str:

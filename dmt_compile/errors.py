@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,15 @@ def source_location(node: fx.Node) -> str | None:
         return None
     frames = _FRAME.findall(trace)
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else None
+
+
+def source_line(node: fx.Node) -> str | None:
+    """The user's ``file:line: `code` `` of a graph node, or None if unknown."""
+    place = source_location(node)
+    if place is None:
+        return None
+    file, _, line = place.rpartition(":")
+    return f"{place}: `{linecache.getline(file, int(line)).strip()}`"
 
 
 def at(node: fx.Node) -> str:

@@ -15,6 +15,8 @@ Form = Literal["keyed", "fixed", "offsets"]
 
 Unit = Literal["sample", "id", "bag"]
 
+ANY = -1
+
 
 @dataclass(frozen=True)
 class Table:
@@ -51,14 +53,16 @@ class IdSource:
     - "keyed": a KeyedJaggedTensor;
     - "fixed": a tensor of ``shape`` with ``count`` ids of each feature per sample (in the shape -1 is the dimension that grows with
       the batch, None one of any size); its last dimension lists the features, if there are several; ``extra`` may name a tensor of
-      as many weights;
+      as many weights. With a ``count`` of 0 there are as many as the last dimension says; else ``because`` is why there may be no
+      other number, if that is known;
     - "offsets": a 1-D tensor of ids; ``extra`` names its offsets, and then its weights if it is ``weighted``.
 
     A lookup makes one row of columns per ``unit``. That is the batch's sample, wherever the number of ids, or of bags, of a batch
     follows from the number of its samples; elsewhere it is the "id" or the "bag". A fixed source whose unit is no sample has
     ``count`` 1. Lookups of other units, and those whose ids are computed from the result of others, are served in a ``round`` of
-    exchanges of their own. Where ids count from the end if they are negative, ``wraps`` is the number of rows. Weights that are a
-    mask are taken as numbers of ``weight_dtype``.
+    exchanges of their own; ``per_sample`` is how many ids or bags of each feature the example inputs have for one sample, None
+    where the data decides it. Where ids count from the end if they are negative, ``wraps`` is the number of rows. Weights that are
+    a mask are taken as numbers of ``weight_dtype``.
     """
 
     node: str
@@ -71,6 +75,8 @@ class IdSource:
     include_last_offset: bool = False
     shape: tuple[int | None, ...] = ()
     unit: Unit = "sample"
+    per_sample: float | None = None
+    because: str = ""
     round: int = 0
     wraps: int = 0
     weight_dtype: torch.dtype | None = None
@@ -88,9 +94,10 @@ class Lookup:
     ``name`` is unique in the model. Its output is (B, ``dim``) of ``dtype``, part of output number ``output``. Rows that are
     not pooled lie side by side: n ids per sample in a table of width d make n * d columns. Where the model takes rows and pools the
     ``sequence`` rows of every sample itself, its own operation pools them at the owner, after they are multiplied by their weights;
-    "amax" is found only there. ``padding_idx`` and ``sparse`` (gradients) are those of ``torch.nn.functional.embedding``. ``grad``
-    is False for a lookup that the model makes under ``torch.no_grad()``. ``max_norm`` and ``norm_type`` are torch's: rows that are
-    read are scaled down in the table first.
+    "amax" is found only there. A ``sequence`` of ``ANY`` are as many rows as the samples of the batch have, the same number each.
+    ``padding_idx`` and ``sparse`` (gradients) are those of ``torch.nn.functional.embedding``. ``grad`` is False for a lookup that
+    the model makes under ``torch.no_grad()``. ``max_norm`` and ``norm_type`` are torch's: rows that are read are scaled down in the
+    table first.
     """
 
     name: str
@@ -195,7 +202,10 @@ class LookupSet:
 
     @cached_property
     def rounds(self) -> tuple[LookupSet, ...]:
-        """The lookups of each round of exchanges, in order, with their own sources and outputs; all tables are in every round."""
+        """The lookups of each round of exchanges, in order, with their own sources and outputs; all tables are in every round.
+
+        Without lookups there is no round.
+        """
         numbers = sorted({source.round for source in self.sources})
         if len(numbers) == 1:
             return (self,)
@@ -214,8 +224,22 @@ class LookupSet:
 
     @property
     def unit(self) -> Unit:
-        """What a row of columns belongs to; the same for all lookups of a round."""
-        return self.sources[0].unit
+        """What a row of columns of a round belongs to: a bag where some lookups have bags, because an id is a bag of one."""
+        return "bag" if any(source.unit == "bag" for source in self.sources) else self.sources[0].unit
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the lookups of a round have numbers of rows of their own, of which a rank's batch size is the largest."""
+        return len(self.sources) > 1 and self.unit != "sample"
+
+    def columns_per_sample(self, lookup: Lookup) -> float:
+        """The columns that a lookup makes for a sample of the example inputs; those of one id or bag where the data decides."""
+        source = self.sources[lookup.source]
+        return lookup.dim if source.unit == "sample" or source.per_sample is None else lookup.dim * source.per_sample
+
+    def source_of(self, output: LookupOutput) -> int:
+        """The number of the source that an output's ids are taken from."""
+        return self.lookup[output.lookups[0]].source
 
     @cached_property
     def bag_of(self) -> dict[tuple[int, str], int]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import rnn
 from torch.utils._pytree import tree_map
 
 from .adapters import plain_calls
 from .adapters import torchrec as torchrec_adapter
-from .errors import CaptureError, source_location
+from .errors import CaptureError, source_line
 from .graphs import clone_sharing_tensors, extras_of, graph_module_over
 from .shapes import Shape, fit
 from .verify.cluster import placeholders
@@ -88,22 +89,18 @@ def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.C
     batch = batch_size(args, kwargs, layout)
     if batch < 1:
         raise CaptureError("example_inputs must hold at least one sample")
-    # In evaluation mode, because layers such as BatchNorm refuse to train on one sample.
-    clone = clone_sharing_tensors(root, copy_buffers=True).eval()
-    torchrec_adapter.accept_empty_batches(clone)
-    module = graph_module_over(clone, flat.graph, extras_of(flat), "Recorder")
-    plain_calls.copy_tables_that_reading_changes(module, calls)
+    module = _to_record(flat, root, calls)
     closure = _leads_to(module.graph, read, {call.node for call in calls})
     full = _run(module, args, kwargs, names | {node.name for node in closure})
     fewer = batch // 2
     first_half, second_half = deal_sizes(args, kwargs, [fewer, batch - fewer], layout)
     try:
-        half = _run(module, *first_half, names)
+        half = _run(module, *first_half, names, what=f"the first {fewer} of the {batch} samples of example_inputs")
     except CaptureError as error:
         if fewer:
             raise
         raise CaptureError("example_inputs must hold at least two samples: the model does not run on none of them") from error
-    rest = _run(module, *second_half, set())
+    rest = _run(module, *second_half, set(), what=f"the last {batch - fewer} of the {batch} samples of example_inputs")
     runs = ((batch, full.shapes), (fewer, half.shapes), (batch - fewer, rest.shapes))
     shapes = {name: fit([(size, own[name]) for size, own in runs if name in own]) for name in full.shapes}
     probes = [_probe(module, closure, *inputs, value) for value in (0, 1)]
@@ -125,6 +122,24 @@ def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.C
         full.storage,
         full.writes,
     )
+
+
+def shapes_on(flat: fx.GraphModule, root: nn.Module, inputs: Inputs) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of all tensors of a captured graph on ``inputs``.
+
+    Raises:
+        CaptureError: it does not run on them.
+    """
+    return _run(_to_record(flat, root, plain_calls.find_calls(flat)), *inputs, set()).shapes
+
+
+def _to_record(flat: fx.GraphModule, root: nn.Module, calls: Sequence[plain_calls.Call]) -> fx.GraphModule:
+    # In evaluation mode, because layers such as BatchNorm refuse to train on one sample.
+    clone = clone_sharing_tensors(root, copy_buffers=True).eval()
+    torchrec_adapter.accept_empty_batches(clone)
+    module = graph_module_over(clone, flat.graph, extras_of(flat), "Recorder")
+    plain_calls.copy_tables_that_reading_changes(module, calls)
+    return module
 
 
 def _constants(tensors: Mapping[str, torch.Tensor], probes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -209,7 +224,12 @@ class _Recorder(fx.Interpreter):
 
 
 def _run(
-    module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], kept: set[str], skipped: set[fx.Node] | None = None
+    module: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kept: set[str],
+    skipped: set[fx.Node] | None = None,
+    what: str = "example_inputs",
 ) -> _Recorder:
     try:
         given = placeholders(module.graph, args, kwargs)
@@ -222,10 +242,31 @@ def _run(
             recorder.run(enable_io_processing=False)
         except Exception as error:
             first = str(error).strip().split("\n")[0]
-            place = source_location(recorder.node) if recorder.node is not None else None
+            place = source_line(recorder.node) if recorder.node is not None else None
             where = f"{place}: " if place else ""
-            raise CaptureError(f"{where}the model does not run on example_inputs: {type(error).__name__}: {first}") from error
+            hint = _longest_of_the_batch(recorder.node) if recorder.node is not None else ""
+            raise CaptureError(f"{where}the model does not run on {what}: {type(error).__name__}: {first}{hint}") from error
     return recorder
+
+
+def _longest_of_the_batch(node: fx.Node) -> str:
+    """What to do about sequences that are padded to the longest one in the batch, if ``node`` is computed from such."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        one = waiting.pop()
+        if one.target is rnn.pad_packed_sequence and _total_length(one) is None:
+            where = source_line(one)
+            return (
+                f"\n{f'{where}: ' if where else ''}pad_packed_sequence pads to the longest sequence of its batch, which may be "
+                "shorter than the padded inputs are: give it total_length="
+            )
+        waiting.extend(used for used in one.all_input_nodes if used not in seen)
+        seen.update(one.all_input_nodes)
+    return ""
+
+
+def _total_length(node: fx.Node) -> Any:
+    return node.kwargs.get("total_length", node.args[3] if len(node.args) > 3 else None)
 
 
 def _leads_to(graph: fx.Graph, names: set[str], calls: set[fx.Node]) -> set[fx.Node]:

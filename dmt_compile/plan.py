@@ -216,5 +216,7 @@ def resolve_feature_groups(groups: Sequence[Sequence[str]], lookups: LookupSet) 
 
 def _some(names: Iterable[str] | Mapping[str, object], limit: int = 8) -> str:
     names = list(names)
+    if not names:
+        return "none"
     text = ", ".join(f"'{name}'" for name in names[:limit])
     return text if len(names) <= limit else f"{text} and {len(names) - limit} more"

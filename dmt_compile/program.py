@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from .analysis import Analysis, analyse, record_shapes
+from .analysis import Analysis, analyse, left_flat, record_shapes
 from .capture import Captured, capture
 from .errors import PlanError
 from .graphs import clone_sharing_tensors, copy_graph, deepcopy_values, extras_of, graph_module_over
@@ -45,7 +46,7 @@ def towerize(
     partition: str = "balanced",
     example_inputs: ExampleInputs | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    dynamic_ids: bool = False,
+    dynamic_ids: bool | None = None,
     tower_module: TowerModules | None = None,
     expand: bool = False,
     init: str = "layer",
@@ -54,6 +55,9 @@ def towerize(
     """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
 
     The model is not changed and none of its tensors is copied; it may live on the meta device.
+
+    A model none of whose tables can leave its rank is left flat, with a ``UserWarning`` that names each and why: all stages are its
+    own graph, and :meth:`TowerProgram.distribute` trains it data-parallel.
 
     Args:
         model: an ``nn.Module`` that reads its tables through TorchRec ``EmbeddingBagCollection`` or ``EmbeddingCollection``
@@ -66,8 +70,12 @@ def towerize(
             what is no ``EmbeddingBagCollection``, and to show where features mix. A clone runs on it in evaluation mode several
             times: on the batch, on its halves, and with zeros and ones in place of its values.
         example_kwargs: keyword arguments beside positional ``example_inputs``.
-        dynamic_ids: let the number of ids of one sample (the length of padded histories) change from batch to batch and from rank
-            to rank. Each lookup of such ids then has a round of exchanges of its own; else the number is that of the example.
+        dynamic_ids: whether the number of ids of one sample (the length of padded histories) may change from batch to batch and
+            from rank to rank. None is for where the model itself takes any number: a clone is tried on a few samples with histories
+            that are one longer, and one shorter, than the example's. With False the number is that of the example, and another one
+            is refused; with True it may change whatever the model says. Lookups of such ids whose rows the model does not pool at
+            once need a further round of exchanges. Plan and rounds follow the number in the example, so that has to be the same on
+            all ranks.
         tower_module: a dense module per tower that makes fewer or narrower vectors of its features before they cross hosts
             (section 3.2): :class:`DLRMTower`, :class:`CrossTower`, :class:`PassThrough`, or any function f(num_features, width)
             -> module whose module declares ``vectors`` and ``width``; one for all towers, a list with one for each, or a dict by
@@ -91,6 +99,8 @@ def towerize(
     captured = capture(model, inputs)
     analyses = analyse(captured, inputs, dynamic_ids)
     plan = make_plan(analyses[True].lookups, topology, towers, partition)
+    if not analyses[True].lookups.lookups:
+        warnings.warn(left_flat({**analyses[False].replicated, **analyses[True].replicated}), stacklevel=2)
     sample = _few(inputs, analyses)
     made = None
     if init not in ("layer", "preserve"):

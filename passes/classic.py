@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dmt_compile.exchange import Exchange, IdExchange
-from dmt_compile.lookups import LookupSet
+from dmt_compile.lookups import ANY, LookupSet
 from dmt_compile.plan import TowerPlan
 from dmt_compile.runtime.ids import RouteIds
 from dmt_compile.runtime.pooled import ExchangeRows, RestoreColumns
@@ -108,4 +108,5 @@ def _routing(lookups: LookupSet, plan: TowerPlan, number: int) -> tuple[SelectId
     world = plan.topology.world_size
     exchange = IdExchange(world, tuple(counts), tuple(weighted_per_rank), id_dtype, lookups.unit, number)
     partial = any(len(tables) > 1 for tables in lookups.shards.values())
-    return SelectIds(entries, weighted, limits, lookups.sources, partial, tables), exchange, bag_of
+    greatest = {x.source for x in lookups.lookups if x.sequence == ANY and x.pooling in ("max", "amax")}
+    return SelectIds(entries, weighted, limits, lookups.sources, partial, tables, sorted(greatest)), exchange, bag_of

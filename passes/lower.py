@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from dmt_compile.errors import PassError, at
+from dmt_compile.runtime.announce import NUMBERS
 from dmt_compile.runtime.ids import CountIds, RouteIds
 from dmt_compile.runtime.pooled import ExchangeRows, Pack, Unpack
 from dmt_compile.stage import ALL_TO_ALL, STEP, WAIT, Stage
@@ -87,7 +88,7 @@ def _lower_route(draft: Draft, node: fx.Node) -> None:
     module = draft.module(node)
     assert isinstance(module, RouteIds)
     exchange, parts = module.exchange, module.parts()
-    three = [3] * exchange.world_size
+    three = [NUMBERS] * exchange.world_size
     kinds = ["lengths", "values"] + (["weights"] if exchange.carries_weights else [])
     with draft.placing(before=node, like=node, step="a", round=exchange.round):
         request = draft.call("request", parts["request"], *node.args)

@@ -107,6 +107,8 @@ def _split(draft: Draft, number: int, lookups: LookupSet, made_before: Mapping[s
         with draft.placing(before=first, like=call, step="lookup", round=number):
             part = draft.function(f"columns_{index}", operator.getitem, columns, index)
             shaped = [nodes[output.like]] if output.like is not None else []
+            if lookups.uneven:
+                shaped = [*(shaped or [None]), ids[lookups.source_of(output)]]
             made = draft.call(f"output_{index}", MakeOutput(output, lookups), part, *shaped)
         call.replace_all_uses_with(made)
         result[output.node] = made

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import export_models
 import pytest
@@ -360,6 +361,86 @@ def test_constants_of_two_modes() -> None:
     program = towerize(Scaled(), NARROW, example_inputs=pair())
     proved(program, *pair())
     proved(program.eval(), *pair())
+
+
+# What forward keeps from one call to the next
+
+
+class Remembers(Base):
+    """Keeps hashed ids outside its modules, where no copy of the model has a copy of them; tracing stops before it sees that."""
+
+    kept: ClassVar[dict[Any, torch.Tensor]] = {}
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.int64:
+            raise ValueError("ids are whole numbers")
+        return self.out(self.a(self.hashed(x)) + self.b(self.hashed(y)))
+
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ByFunction(Remembers):
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        return hash_codes(40)[ids]
+
+
+@functools.lru_cache
+def hash_codes(rows: int) -> torch.Tensor:
+    return torch.arange(rows) * 7 % 10
+
+
+class ByDict(Remembers):
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.training not in self.kept:
+            self.kept[self.training] = torch.arange(40) * (3 if self.training else 7) % 10
+        return self.kept[self.training][ids]
+
+
+@pytest.mark.parametrize("kind", [ByFunction, ByDict])
+def test_what_forward_remembers_has_values(kind: type[Remembers]) -> None:
+    hash_codes.cache_clear()
+    Remembers.kept.clear()
+    model = build(kind)
+    program = towerize(model, WIDE, example_inputs=pair())
+    assert program._dmt.captured.front_end == "torch.export"
+    for training in (True, False):
+        model.train(training)
+        proved(program.train(training), *pair(20))
+        torch.testing.assert_close(program(*pair(7)), model(*pair(7)), rtol=0, atol=0)
+    assert all(type(kept) is torch.Tensor for kept in (hash_codes(40), *Remembers.kept.values()))
+
+
+class ByWay(Remembers):
+    """Has a tensor that a call in which torch.export looks on has left."""
+
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        key = torch.compiler.is_exporting()
+        if key not in self.kept:
+            self.kept[key] = torch.arange(40) * 7 % 10
+        return self.kept[key][ids]
+
+
+class ByValues(Remembers):
+    def hashed(self, ids: torch.Tensor) -> torch.Tensor:
+        if "ids" not in self.kept or not torch.equal(self.kept["ids"], ids):
+            self.kept.update(ids=ids, codes=ids * 7 % 10)
+        return self.kept["codes"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "why"),
+    [
+        (ByWay, "return self.kept[key]", "forward uses a tensor that it has kept outside the model from an earlier call"),
+        (ByValues, "torch.equal", "looks at the values of tensors, and the graph would keep for ever what it saw"),
+    ],
+)
+def test_constants_without_values(kind: type[Remembers], line: str, why: str) -> None:
+    Remembers.kept.clear()
+    with pytest.raises(CaptureError) as caught:
+        towerize(build(kind), WIDE, example_inputs=pair())
+    place = f"{__file__}:{line_of(kind.hashed, line)}: `"
+    assert any(place in part and why in part for part in str(caught.value).split("\n")), str(caught.value)
 
 
 def test_lookups_of_one_mode_only() -> None:

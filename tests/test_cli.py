@@ -91,6 +91,21 @@ def with_inputs():
     return Plain(), (torch.zeros(3, 5, dtype=torch.long), torch.ones(3, 1))
 
 
+def with_keywords():
+    return Plain(), (torch.zeros(3, 5, dtype=torch.long),), {"scale": torch.ones(3, 1)}
+
+
+keywords = with_keywords()
+
+
+def wrong_keywords():
+    return Plain(), (torch.zeros(3, 5, dtype=torch.long),), (torch.ones(3, 1),)
+
+
+def keywords_twice():
+    return Plain(), {"items": torch.zeros(3, 5, dtype=torch.long)}, {"scale": torch.ones(3, 1)}
+
+
 def plain():
     return Plain()
 
@@ -210,6 +225,16 @@ def test_a_model_with_example_inputs(file: str, capsys: pytest.CaptureFixture[st
     assert max(len(line) for line in lines) <= 80
 
 
+@pytest.mark.parametrize("name", ["with_keywords", "keywords"])
+def test_a_model_with_example_keywords(name: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are as good as the same inputs given by position."""
+    found = []
+    for one in (name, "with_inputs"):
+        assert main(["explain", f"{file}:{one}", *RANKS]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] and "5 ids: rows" in found[0]
+
+
 # Bad input
 
 
@@ -237,6 +262,9 @@ def test_a_factory_that_cannot_be_called(file: str, capsys: pytest.CaptureFixtur
     err = refused(capsys, f"{file}:needs", *RANKS)
     assert "Traceback" not in err and "missing 1 required positional argument: 'argument'" in err
     assert "returned a tuple (Plain, Tensor, int), (model, example_inputs) is needed" in refused(capsys, f"{file}:three", *RANKS)
+    err = refused(capsys, f"{file}:wrong_keywords", *RANKS)
+    assert "a tuple (Plain, tuple, tuple)" in err and "(model, example_inputs, example_kwargs) with a dict of keyword arg" in err
+    assert "example_inputs is a dict of keyword arguments" in refused(capsys, f"{file}:keywords_twice", *RANKS)
     assert "pass example_inputs=" in refused(capsys, f"{file}:plain", *RANKS)
     assert "example_inputs must be a tuple" in refused(capsys, f"{file}:wrong_inputs", *RANKS)
     assert "returned NoneType, a torch.nn.Module is needed" in refused(capsys, f"{file}:nothing", *RANKS)

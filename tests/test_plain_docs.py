@@ -234,7 +234,8 @@ def outcome(style: Style, front_end: str) -> tuple[str, ...]:
     if source.unit != "sample":
         given = f"any number of {source.unit}s"
     elif source.form == "fixed":
-        given = "n per sample" if source.count != 1 else f"1 per sample, {len(found)} fields" if len(found) > 1 else "1 per sample"
+        several = f"1 per sample, {len(found)} fields" if len(found) > 1 else "1 per sample"
+        given = {0: "any number per sample", 1: several}.get(source.count, "n per sample")
     else:
         given = {"keyed": "KeyedJaggedTensor", "offsets": "ids and offsets"}[source.form]
     travels = "sequence" if lookup.pooling == "rows" and lookup.dim > DIM else "row" if lookup.pooling == "rows" else "pooled"
@@ -274,17 +275,18 @@ ids of one sample, R and d the table's rows and width.
 
 Ids go to the rank that owns the table, or that run of its rows. What the lookup itself pools is pooled there, and so are rows
 that the model sums, averages or takes the maximum of at once; rows that it attends to, feeds to an RNN or looks at in another way
-travel as they are. The number of ids of one sample is the example's, unless the lookup itself pools them, their number is the
-data's, or the model is compiled with `dynamic_ids=True`.
-Lookups whose ids need another lookup, and those whose number of ids or bags is no multiple of the batch, have a round of
-exchanges of their own.
+travel as they are. The number of ids of one sample may change from batch to batch and from rank to rank where the model itself
+takes any number, which is tried when it is compiled; else, and in what torch.export captures, it is that of the example.
+`dynamic_ids=False` keeps it at that everywhere. Lookups whose ids need another lookup, and those that make a row for each of any
+number of ids or bags, have further rounds of exchanges.
 
 {served}
 
 ## Replicated on every rank
 
 The table stays a dense parameter, as it would be under data parallelism: every rank holds it, and its gradient is
-all-reduced. `program.replicated` and `print(program)` say which tables, where in your code and why.
+all-reduced. `program.replicated` and `print(program)` say which tables, where in your code and why. Where no other table is
+left, the model is left flat: the program is the model itself on every rank, trained data-parallel.
 
 {replicated}
 """

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import line_of
 from plain_models import BIG, CASES
 from torch import nn
 
@@ -54,6 +55,12 @@ def test_floats_as_ids() -> None:
 def test_another_number_of_ids(shape: tuple[int, ...]) -> None:
     """Also where the number of ids would fit other samples."""
     message = r"'x' has ids of shape \(.*the model was compiled for 4 per sample \(shape \(B, 4\) for B samples\)"
+    refused(InputError, message, "field aware", ones(*shape))
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2, 4)])
+def test_other_dimensions_of_any_number_of_ids(shape: tuple[int, ...]) -> None:
+    message = r"'x' has ids of shape \([\d, ]*\), the model was compiled \(shape \((any|B), any\) for B samples\)$"
     refused(InputError, message, "sequence only", ones(*shape))
 
 
@@ -229,8 +236,10 @@ def test_a_table_of_integers() -> None:
     assert compiled.replicated["codes"].endswith("its table holds torch.int8")
     certificate = compiled.verify(ones(7))
     assert certificate.passed, str(certificate)
-    with pytest.raises(CaptureError, match=r"none of .* can be served by another rank:\n  codes: .*torch\.int8"):
-        towerize(Integers(alone=True), GRID, example_inputs=(ones(4),))
+    with pytest.warns(UserWarning, match=r"none of .* can be served by another rank:\n  codes: .*torch\.int8"):
+        alone = towerize(Integers(alone=True), GRID, example_inputs=(ones(4),))
+    assert not alone.lookups.lookups and list(alone.replicated) == ["codes"]
+    assert alone.verify(ones(7)).passed
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -243,6 +252,88 @@ def test_quantised_modules_are_no_lookups() -> None:
 def test_without_a_lookup() -> None:
     with pytest.raises(CaptureError, match="no embedding lookup was found"):
         towerize(nn.Linear(2, 1), GRID, example_inputs=(torch.ones(4, 2),))
+
+
+class Propagates(nn.Module):
+    """Rows of all users and items together, each mixed with its neighbours', then those of the batch."""
+
+    def __init__(self, layers: nn.Module | None = None) -> None:
+        super().__init__()
+        self.user, self.item, self.scale = nn.Embedding(20, 4), nn.Embedding(30, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("neighbours", torch.rand(50, 50))
+        self.layers = layers
+
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        rows = torch.cat([self.user.weight, self.item.weight]) * self.scale
+        rows = rows + self.neighbours @ rows
+        return torch.split(rows, [20, 30])
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        all_users, all_items = self.rows()
+        return (all_users[users] * self.pick(all_items, items)).sum(1)
+
+    def pick(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return rows.index_select(0, ids)
+
+
+class Looks(Propagates):
+    """The same by a lookup function; torch.fx does not take it."""
+
+    def pick(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        assert ids.dtype == torch.int64
+        return nn.functional.embedding(ids, rows)
+
+
+class Whole(Propagates):
+    """A part that is given nothing, and that tracing keeps whole."""
+
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        return self.layers(), self.item.weight.tanh()  # type: ignore[misc]
+
+
+class Stored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.rand(20, 4))
+
+    def forward(self) -> torch.Tensor:
+        return self.all.relu() if bool(self.all.sum() > 0) else self.all
+
+
+@pytest.mark.parametrize(
+    ("model", "read"),
+    [(Propagates(), ("'user.weight', 'item.weight'",) * 2), (Looks(), ("'user.weight', 'item.weight'",) * 2),
+     (Whole(Stored()), ("'layers.all'", "'item.weight'"))],
+)  # fmt: skip
+def test_rows_of_what_is_computed_from_whole_tables(model: Propagates, read: tuple[str, str]) -> None:
+    lines = [line_of(Propagates.forward, "all_users[users]"), line_of(Propagates.pick, "return ")]
+    if isinstance(model, Looks):
+        # torch.export notes the lines of forward only.
+        lines[1] = lines[0]
+    with pytest.raises(CaptureError) as caught:
+        towerize(model, GRID, example_inputs=(torch.arange(6), torch.arange(6)))
+    text = str(caught.value)
+    assert "read as a whole" in text
+    for line, names in zip(lines, read, strict=True):
+        assert f"  {__file__}:{line}: from all of {names}\n" in text, text
+
+
+def test_rows_that_the_values_of_the_batch_do_not_choose() -> None:
+    class Chooses(nn.Module):
+        """Rows chosen by a constant and by sizes, and rows of the batch itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.places = nn.Parameter(torch.rand(4, 4)), nn.Parameter(torch.rand(9, 4))
+            self.register_buffer("order", torch.tensor([2, 0, 1, 3]))
+
+        def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            places = self.places.tanh()
+            x = x + places[: x.shape[1]].sum(0) + places[torch.arange(x.size(1))].sum(0) + places[len(x[0])]
+            return (x @ (self.weight * 2)[self.order])[i]
+
+    with pytest.raises(CaptureError, match="nor takes rows of a parameter by ids of the batch"):
+        towerize(Chooses(), GRID, example_inputs=(torch.rand(6, 4), torch.arange(6) % 2))
 
 
 def test_towers_that_do_not_fit() -> None:

@@ -186,12 +186,31 @@ def bad_on_ranks(cases: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return found
 
 
+def late_on_ranks() -> list[str]:
+    """Runs on a rank: steps of which rank 1 cannot use the second and the fourth."""
+    module = _program("history", (1, 2, 1)).distribute()
+    found = []
+    for kind in ("", "key", "", "key", ""):
+        args, kwargs = _spoiled("history", kind if dist.get_rank() == 1 else "")
+        try:
+            objective(module(*args, **kwargs)).backward()
+        except Exception as error:
+            found.append(type(error).__name__)
+    module.close()
+    return found
+
+
+def test_a_bad_batch_behind_good_ones(ranks: Ranks) -> None:
+    """The averaging of gradients has an exchange of its own before the second forward, which no rank may miss."""
+    assert ranks(2, late_on_ranks, collective=20.0) == [["DistributedError"] * 2, ["InputError"] * 2]
+
+
 def test_a_bad_batch_raises_on_all_ranks(ranks: Ranks) -> None:
     expected = {
         ("functional", "range"): ("InputError", f"feature 'x' has id 1.., outside its table of {BIG} rows"),
         ("functional", "negative"): ("InputError", f"feature 'x' has id -.*, outside its table of {BIG} rows"),
         ("functional", "floats"): ("InputError", r"'x' must hold integer ids, got torch\.float32"),
-        ("sequence only", "count"): ("InputError", r"'x' has ids of shape \(2, 8\).*compiled for 4 per sample \(shape \(B, 4\)"),
+        ("field aware", "count"): ("InputError", r"'x' has ids of shape \(2, 8\).*compiled for 4 per sample \(shape \(B, 4\)"),
         ("offsets", "offsets"): ("InputError", r"the offsets of 'a' must start at 0 and not decrease"),
         ("history", "key"): ("InputError", r"the batch has no batch\['history'\], which the model reads"),
     }

@@ -425,9 +425,22 @@ def test_names_fold() -> None:
     assert listed(["t0", "t1"], 40) == "t0, t1"
     assert listed([f"t{3 * i}" for i in range(100)], 21) == "t0, t3 and 98 more"
     assert listed([*(f"t{i}" for i in range(18)), *(f"x{7 * i}" for i in range(182))], 22) == "t0..t17 and 182 more"
-    assert listed(["n" * 60], 20) == "n" * 17 + "..."
+    assert listed(["n" * 60], 20) == "nnnnnn...nnnnnnnnnnn"
     assert listed(["t08", "t09", "t10"], 40) == "t08, t09, t10"  # counting with leading zeros is not guessed at
     assert listed([], 40) == ""
+
+
+def test_what_tells_names_apart_is_kept() -> None:
+    users = ["user_id", "item_id", "hour", "weekday", "genre", "city", "age", "zip"]
+    assert listed([f"embedding_dict.{name}" for name in users], 21) == "...user_id and 7 more"
+    assert listed([f"embedding_dict.{name}" for name in users], 45) == "...user_id, ...item_id, ...hour and 5 more"
+    assert listed([f"{name}.embedding.weight" for name in users], 21) == "user_id... and 7 more"
+    assert listed([f"model.tables.C{i}" for i in range(1, 27)], 21) == "...C1..C26"
+    assert listed([f"the_{name}_of_the_customer" for name in users], 24) == "the...r_id... and 7 more"
+    assert listed(["item", "item@batch['history']", "item@batch['candidate']"], 21) == "item and 2 more"
+    # Nothing is left off where all names fit, and no name is left without anything.
+    assert listed(["embedding_dict.a", "embedding_dict.b"], 40) == "embedding_dict.a, embedding_dict.b"
+    assert listed(["a_long_name.", "a_long_name.b", "a_long_name.c"], 21) == "a_...name. and 2 more"
 
 
 @given(st.lists(st.text(min_size=1, max_size=12), max_size=30), st.integers(20, 60))

@@ -19,7 +19,7 @@ from dmt_compile.verify.layout import check_layout
 
 
 def program(name: str, topology: Topology) -> TowerProgram:
-    return towerize(CASES[name].build(), topology, example_inputs=CASES[name].example())
+    return towerize(CASES[name].build(), topology, example_inputs=CASES[name].example(), dynamic_ids=False)
 
 
 def test_every_lookup_is_in_one_round() -> None:
@@ -138,15 +138,17 @@ def histories(batch: int, seen: int, liked: int, seed: int = 0) -> tuple[torch.T
 
 
 def test_the_number_of_ids_may_change() -> None:
-    program = towerize(Histories(), Topology(2, 2), example_inputs=histories(6, 4, 3), dynamic_ids=True)
-    assert [one.unit for one in program.lookups.rounds] == ["sample", "id", "id"]
+    program = towerize(Histories(), Topology(2, 2), example_inputs=histories(6, 4, 3))
+    assert [one.unit for one in program.lookups.rounds] == ["sample", "id"]
     assert {"fields[0:11]", "fields[11:22]"} <= set(program.lookups.table)
     for seen, liked in ((4, 3), (1, 7), (9, 1)):
         certificate = program.verify(*histories(9, seen, liked))
         assert certificate.passed, str(certificate)
-    fixed = towerize(Histories(), Topology(2, 2), example_inputs=histories(6, 4, 3))
+    # What the model pools is pooled by the owner, whatever the number.
+    assert [{x.table for x in one.lookups} for one in program.lookups.rounds][1:] == [{"item"}]
+    fixed = towerize(Histories(), Topology(2, 2), example_inputs=histories(6, 4, 3), dynamic_ids=False)
     assert len(fixed.lookups.rounds) == 1
-    with pytest.raises(InputError, match="compile with dynamic_ids=True"):
+    with pytest.raises(InputError, match="compile without dynamic_ids=False"):
         fixed.verify(*histories(9, 5, 3))
 
 
@@ -154,7 +156,7 @@ def dynamic_on_ranks() -> bool:
     """Runs on a rank: whether a step on histories as long as no other rank's gives the flat model's output."""
     model = Histories()
     rank = dist.get_rank()
-    module = towerize(model, Topology(2, 2), example_inputs=histories(6, 4, 3), dynamic_ids=True).distribute()
+    module = towerize(model, Topology(2, 2), example_inputs=histories(6, 4, 3)).distribute()
     batch = histories(2 + rank, 1 + 2 * rank, 4 - rank, seed=rank)
     output = module(*batch)
     objective(output).backward()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from ..errors import source_location
 from ..graphs import NO_GRAD, source_text
-from ..lookups import IdSource, Lookup, LookupOutput, LookupSet, Pooling, Table, Unit
+from ..lookups import ANY, IdSource, Lookup, LookupOutput, LookupSet, Pooling, Table, Unit
 from ..observe import Observed, Seen
 from .fields import split_rows
 from .plain_calls import Call, kept_weights
@@ -21,7 +21,7 @@ class _Served:
     """A lookup that an owner can serve: where its ids come from, and the shape of its result.
 
     One whose rows the owner also pools can be served ``as_rows`` instead, and one with a number of ids for each sample for
-    ``any_number`` of them.
+    ``any_number`` of them; ``grows`` is the dimension of the ids that grows with the batch.
     """
 
     call: Call
@@ -31,6 +31,7 @@ class _Served:
     pooled: PooledRows | None = None
     as_rows: _Served | None = None
     any_number: _Served | None = None
+    grows: int = 0
 
     @property
     def pooling(self) -> Pooling:
@@ -53,7 +54,7 @@ def find_plain(
     others: LookupSet,
     keep: Mapping[str, str] | None = None,
     plainly: Collection[str] = (),
-    dynamic: bool = False,
+    fixed: Callable[[fx.Node, int, tuple[int, ...]], str | None] = lambda *_: "",
 ) -> tuple[LookupSet, dict[str, str], dict[str, str]]:
     """Every plain lookup of a captured graph that an owner can serve, and for the rest of the tables why they stay replicated.
 
@@ -61,7 +62,8 @@ def find_plain(
 
     ``others`` are the graph's lookups of another kind; no lookup or table gets a name of theirs. Tables in ``keep`` stay
     replicated, for the reason given there. Parameters in ``plainly`` are not taken apart, and their rows not pooled by the owner.
-    With ``dynamic`` the number of ids of one sample may change from batch to batch where they are a dimension of their own.
+    ``fixed`` says of ids (a node, the dimension that grows with the batch, their shape in the example) why their number per sample
+    must not change from batch to batch; None where it may.
     """
     calls = [call for call in calls if not call.indexing or _indexes_by_ids(call, observed)]
     kept = {call.parameter: keep[call.parameter] for call in calls if keep and call.parameter in keep}
@@ -80,11 +82,18 @@ def find_plain(
     # What reads several tables cannot be pooled by the owner of one.
     several = {node for own in rows.values() for node, places in own.places.items() if len(places) > 1}
     served = [one.as_rows if one.as_rows is not None and one.call.node in several else one for one in served]
-    if dynamic:
-        served = [one.any_number if one.any_number is not None and one.call.node not in several else one for one in served]
+    served = [one if one.call.node in several else _freed(one, observed, fixed) for one in served]
     served = [replace(one, source=_by_field(one.source, rows[one.call.parameter].places[one.call.node])) for one in served]
     whole = {parameter: own.whole for parameter, own in rows.items() if own.whole is not None}
     return _lookup_set(served, rows, set(others.lookup)), replicated, whole
+
+
+def _freed(one: _Served, observed: Observed, fixed: Callable[[fx.Node, int, tuple[int, ...]], str | None]) -> _Served:
+    """A lookup as it is served for any number of ids, where that may change."""
+    if one.any_number is None:
+        return one
+    because = fixed(one.call.ids, one.grows, observed.tensors[one.call.ids.name].shape)
+    return one.any_number if because is None else replace(one, source=replace(one.source, because=because))
 
 
 def _indexes_by_ids(call: Call, observed: Observed) -> bool:
@@ -120,28 +129,33 @@ def _serve(call: Call, observed: Observed, pooled: PooledRows | None) -> _Served
     if call.wraps:
         source = replace(source, wraps=call.rows)
     if call.pooling != "rows":
-        per_sample = (seen.shape[0], seen.fewer[0]) == (observed.batch, observed.fewer) and not seen.varies
-        unit: Unit = "sample" if per_sample else "bag"
-        return _Served(call, replace(source, shape=(-1, None), unit=unit), (-1, *result.shape[1:]), None)
+        per_sample = _per_sample(seen.shape[0], seen.fewer[0], seen.varies, observed)
+        source = replace(source, shape=(-1, None), unit="sample" if per_sample == 1 else "bag", per_sample=per_sample)
+        return _Served(call, source, (-1, *result.shape[1:]), None)
     count, left = divmod(_numel(seen.shape), observed.batch)
     grows = [place for place, (size, fewer) in enumerate(zip(seen.shape, seen.fewer, strict=False)) if size != fewer]
     regular = len(seen.shape) == len(seen.fewer) and len(grows) == 1 and _numel(seen.fewer) == count * observed.fewer
     # Samples must not share a row of ids.
     regular = regular and seen.shape[grows[0]] % observed.batch == 0
-    any_number = _Served(call, replace(source, count=1, shape=(None,) * len(seen.shape), unit="id"), None, call.ids.name)
+    ids = _per_sample(_numel(seen.shape), _numel(seen.fewer), seen.varies, observed)
+    by_id = replace(source, count=1, shape=(None,) * len(seen.shape), unit="id", per_sample=ids)
+    any_number = _Served(call, by_id, None, call.ids.name)
     if seen.varies or left or not count or not regular:
         return any_number
 
     def growing(shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(-1 if place == grows[0] else size for place, size in enumerate(shape))
 
-    source = replace(source, count=count, shape=growing(seen.shape))
-    rows = _Served(call, source, growing(result.shape), None, any_number=any_number if len(seen.shape) > 1 else None)
+    source = replace(source, count=count, shape=growing(seen.shape), per_sample=count)
+    free = any_number if len(seen.shape) > 1 else None
+    rows = _Served(call, source, growing(result.shape), None, any_number=free, grows=grows[0])
     if pooled is None or len(seen.shape) != 2:
         return rows
     if pooled.weights is not None:
         source = replace(source, weighted=True, extra=(pooled.weights.name,), weight_dtype=call.dtype)
-    return _Served(call, source, pooled.shape, None, pooled, rows, rows.any_number)
+    # Their number travels with the ids, and what goes back does not depend on it.
+    any_number = _Served(call, replace(source, count=0, shape=(-1, None)), pooled.shape, None, pooled)
+    return _Served(call, source, pooled.shape, None, pooled, rows, any_number)
 
 
 def _serve_offsets(call: Call, source: IdSource, observed: Observed, result: Seen) -> _Served | str:
@@ -152,9 +166,17 @@ def _serve_offsets(call: Call, source: IdSource, observed: Observed, result: See
     bags, fewer = (_numel(shape) - call.include_last_offset for shape in (offsets.shape, offsets.fewer))
     if bags == fewer:
         return f"it makes {bags} bags for any number of samples"
-    per_sample = (bags, fewer) == (observed.batch, observed.fewer) and not offsets.varies
-    source = replace(source, include_last_offset=call.include_last_offset, unit="sample" if per_sample else "bag")
+    per_sample = _per_sample(bags, fewer, offsets.varies, observed)
+    unit: Unit = "sample" if per_sample == 1 else "bag"
+    source = replace(source, include_last_offset=call.include_last_offset, unit=unit, per_sample=per_sample)
     return _Served(call, source, (-1, *result.shape[1:]), None)
+
+
+def _per_sample(units: int, fewer: int, varies: bool, observed: Observed) -> float | None:
+    """How many there are for each sample; None where that is not the same for any number of samples."""
+    if varies or units * observed.fewer != fewer * observed.batch:
+        return None
+    return units / observed.batch
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -198,7 +220,8 @@ def _by_field(source: IdSource, places: Sequence[int]) -> IdSource:
     before = ":" if len(source.shape) == 2 else "..."
     features = tuple(f"{source.label}[{before}, {column}]" for column in range(fields))
     count = source.count if source.unit == "id" else source.count // fields
-    return replace(source, features=features, count=count, shape=(*source.shape[:-1], fields))
+    per_sample = source.per_sample / fields if source.per_sample is not None else None
+    return replace(source, features=features, count=count, shape=(*source.shape[:-1], fields), per_sample=per_sample)
 
 
 def _lookup_set(served: Sequence[_Served], rows: Mapping[str, _Rows], names_taken: set[str]) -> LookupSet:
@@ -236,7 +259,7 @@ def _lookup_set(served: Sequence[_Served], rows: Mapping[str, _Rows], names_take
                     grad=NO_GRAD not in call.node.meta,
                     max_norm=call.max_norm,
                     norm_type=call.norm_type,
-                    sequence=one.source.count if one.pooled is not None else 0,
+                    sequence=(one.source.count or ANY) if one.pooled is not None else 0,
                 )
             )
         node = one.pooled.node if one.pooled is not None else call.node

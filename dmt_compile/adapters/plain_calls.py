@@ -25,15 +25,15 @@ class Call:
     dim: int
     dtype: torch.dtype
     ids: fx.Node
-    offsets: fx.Node | None
-    weights: fx.Node | None
     pooling: Pooling
-    padding_idx: int | None
-    sparse: bool
-    include_last_offset: bool
-    max_norm: float | None
-    norm_type: float
-    unsupported: str | None
+    offsets: fx.Node | None = None
+    weights: fx.Node | None = None
+    padding_idx: int | None = None
+    sparse: bool = False
+    include_last_offset: bool = False
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    unsupported: str | None = None
     indexing: bool = False
 
     @property
@@ -144,7 +144,7 @@ def unregistered(flat: fx.GraphModule) -> list[str]:
     parameters = {id(parameter) for parameter in flat.parameters()}
     found = []
     for node in flat.graph.nodes:
-        if node.target not in (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding):
+        if node.target not in _EMBEDDINGS:
             continue
         held = _functional_arguments(node).get("weight")
         if isinstance(held, fx.Node) and held.op == "get_attr":
@@ -152,6 +152,52 @@ def unregistered(flat: fx.GraphModule) -> list[str]:
             if id(getattr(owner, attribute)) not in parameters:
                 found.append(source_location(node) or f"node '{node.name}'")
     return list(dict.fromkeys(found))
+
+
+def rows_of_computed(flat: fx.GraphModule) -> list[tuple[str, tuple[str, ...]]]:
+    """Where the user's code takes rows, by values of the batch, of what it computes from whole matrices, and from which ones.
+
+    Graph recommenders do: they multiply all rows of their tables by a matrix of neighbours before they look any row up.
+    """
+    names = {id(parameter): name for name, parameter in flat.named_parameters()}
+    # Values that no input but by its sizes has a part in, by the matrices that they are computed from.
+    whole: dict[fx.Node, dict[str, None]] = {}
+    found: dict[str, dict[str, None]] = {}
+    for node in flat.graph.nodes:
+        if _is_size(node):
+            whole[node] = {}
+        elif all(used in whole for used in node.all_input_nodes) and node.op not in ("placeholder", "output"):
+            whole[node] = {name: None for used in node.all_input_nodes for name in whole[used]}
+            whole[node].update((names[id(value)], None) for value in _matrices(flat, node) if id(value) in names)
+        elif node.target in _SELECTING:
+            source, index = _selection(node)
+            if isinstance(source, fx.Node) and whole.get(source) and any(used not in whole for used in index):
+                found.setdefault(source_location(node) or f"node '{node.name}'", {}).update(whole[source])
+    return [(place, tuple(matrices)) for place, matrices in found.items()]
+
+
+def _is_size(node: fx.Node) -> bool:
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim")
+    return node.target in ("size", "dim", len, torch.ops.aten.sym_size.int)
+
+
+def _matrices(flat: fx.GraphModule, node: fx.Node) -> list[nn.Parameter]:
+    """The matrices that a node reads by itself: a parameter, or those of a module that is given nothing."""
+    if node.op == "call_module" and not node.all_input_nodes:
+        return [value for value in flat.get_submodule(str(node.target)).parameters() if value.dim() == 2]
+    if node.op != "get_attr":
+        return []
+    owner, attribute = resolve_parameter(flat, str(node.target))
+    value = getattr(owner, attribute)
+    return [value] if isinstance(value, nn.Parameter) and value.dim() == 2 else []
+
+
+def _selection(node: fx.Node) -> tuple[Any, list[fx.Node]]:
+    """What a node takes rows of, and the values that say which."""
+    bound = _functional_arguments(node) if node.target in _EMBEDDINGS else {}
+    source = bound.get("weight", node.kwargs.get("input", node.args[0] if node.args else None))
+    return source, [used for used in node.all_input_nodes if used is not source]
 
 
 def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> Call | None:
@@ -181,7 +227,7 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> Call
             unsupported = "its module's forward was replaced"
     elif node.target in _INDEXING:
         return _indexing_call(flat, node, names)
-    elif node.target in (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding):
+    elif node.target in _EMBEDDINGS:
         bound = _functional_arguments(node)
         held = bound.pop("weight", None)
         if not (isinstance(held, fx.Node) and held.op == "get_attr"):
@@ -201,16 +247,12 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> Call
     if padding is not None and padding < 0:
         # The module and functional forms count from the end; to the operator underneath it means none.
         padding = None if node.target is torch.embedding else padding + weight.shape[0]
-    if not weight.dtype.is_floating_point:
-        unsupported = f"its table holds {weight.dtype}"
     if any(value is not None and not isinstance(value, fx.Node) for value in (offsets, weights)):
         unsupported = "its offsets or weights are constants"
-    return Call(
-        node=node,
-        parameter=names[id(weight)],
-        rows=weight.shape[0],
-        dim=weight.shape[1],
-        dtype=weight.dtype,
+    return _call_of(
+        node,
+        weight,
+        names,
         ids=ids,
         offsets=offsets if isinstance(offsets, fx.Node) else None,
         weights=weights if isinstance(weights, fx.Node) else None,
@@ -222,6 +264,14 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> Call
         norm_type=norms.get("norm_type", 2.0),
         unsupported=unsupported,
     )
+
+
+def _call_of(node: fx.Node, weight: Any, names: Mapping[int, str], **options: Any) -> Call:
+    """A lookup on ``weight``, a parameter of the model."""
+    if not weight.dtype.is_floating_point:
+        options["unsupported"] = f"its table holds {weight.dtype}"
+    rows, dim = weight.shape
+    return Call(node=node, parameter=names[id(weight)], rows=rows, dim=dim, dtype=weight.dtype, **options)
 
 
 _INDEXING = (
@@ -243,26 +293,14 @@ def _indexing_call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]
     weight = getattr(owner, attribute)
     if id(weight) not in names or weight.dim() != 2:
         return None
-    return Call(
-        node=node,
-        parameter=names[id(weight)],
-        rows=weight.shape[0],
-        dim=weight.shape[1],
-        dtype=weight.dtype,
-        ids=ids,
-        offsets=None,
-        weights=None,
-        pooling="rows",
-        padding_idx=None,
-        sparse=False,
-        include_last_offset=False,
-        max_norm=None,
-        norm_type=2.0,
-        unsupported=None if weight.dtype.is_floating_point else f"its table holds {weight.dtype}",
-        indexing=True,
-    )
+    return _call_of(node, weight, names, ids=ids, pooling="rows", indexing=True)
 
 
+_EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding)
+_SELECTING = (
+    *(*_INDEXING, *_EMBEDDINGS, torch.gather, "gather", torch.ops.aten.gather.default),
+    *(torch.take_along_dim, "take_along_dim"),
+)
 _BY_FREQUENCY = "it uses scale_grad_by_freq, so its gradient depends on which samples are on one rank"
 
 

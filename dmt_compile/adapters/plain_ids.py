@@ -40,8 +40,9 @@ def _fixed(ids: torch.Tensor, source: IdSource) -> tuple[torch.Tensor, torch.Ten
     # Bags may be of any size; it is the same for all of a batch.
     count = source.count or (ids.shape[-1] if ids.dim() else 0)
     if not _fits(ids.shape, source.shape) or (source.count and ids.numel() % (count * features)):
-        number = f" for {source.count} per sample" if source.count else ""
-        advice = ": pad or cut them to that number, or compile with dynamic_ids=True" if source.count else ""
+        number = f" for {source.count} per sample" if source.count and source.unit == "sample" else ""
+        because = f" ({source.because})" if source.because else ""
+        advice = f": pad or cut them to that number{because}" if number else ""
         raise InputError(
             f"'{source.label}' has ids of shape {tuple(ids.shape)}, the model was compiled{number} ({_shape_text(source)}){advice}"
         )

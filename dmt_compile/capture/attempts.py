@@ -17,11 +17,11 @@ from torch._subclasses import FakeTensor
 
 from ..adapters import plain_calls
 from ..adapters import torchrec as torchrec_adapter
-from ..errors import CaptureError, source_location
+from ..errors import CaptureError, source_line, source_location
 from ..graphs import EXTRAS, clone_sharing_tensors, graph_module_over
 from . import symbolic as tracing
-from .captured import LOOKUPS, Captured, Inputs, disagrees, hides_a_lookup
-from .sources import reason
+from .captured import LOOKUPS, Captured, Inputs, disagrees, hides_a_lookup, run_once
+from .sources import KEEPS, reason
 from .symbolic import Traced
 
 __all__ = ["Captured", "capture"]
@@ -39,6 +39,8 @@ def capture(model: nn.Module, inputs: Inputs | None = None) -> Captured:
             the user's line.
     """
     _check_model(model)
+    if inputs is not None:
+        run_once(model, inputs)
     hiding: Captured | None = None
     symbolic: CaptureError | None = None
     for structure in (None, _structure(model, inputs)) if inputs is not None else (None,):
@@ -214,8 +216,8 @@ def _adopt_constants(root: nn.Module, traced: Traced) -> None:
     for node in traced.graph.nodes:
         value = traced.root.__dict__.get(str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, FakeTensor):
-            where = source_location(node) or f"node '{node.name}'"
-            raise CaptureError(f"{where}: forward uses a tensor that it keeps from one call to the next: compute it in every call")
+            where = source_line(node)
+            raise CaptureError(f"{type(root).__name__} could not be captured.\n  {f'{where}: ' if where else ''}{KEEPS}")
         if isinstance(value, torch.Tensor):
             node.target = _place_of_constant(str(node.target), value, root)
 

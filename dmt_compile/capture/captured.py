@@ -67,6 +67,15 @@ _FEW = (
 )
 
 
+def differs(captured: Captured, inputs: Inputs) -> str | None:
+    """What the model or its graph does on ``inputs`` that the other does not, or neither can; None if both compute the same."""
+    result = _run(_copies(captured)[0], inputs)
+    if isinstance(result, Exception):
+        return f"the model raises {type(result).__name__}: {str(result).strip().partition(chr(10))[0]}"
+    difference = _difference(captured, inputs)
+    return difference.partition("\n")[0] if difference is not None else None
+
+
 def _difference(captured: Captured, inputs: Inputs) -> str | None:
     model, tried = _copies(captured)
     where = next(filter(None, map(source_location, reversed(tried.graph.nodes))), None)
@@ -152,6 +161,20 @@ def _aside() -> Iterator[None]:
     with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(io.StringIO()):
         torch.manual_seed(0)
         yield
+
+
+def run_once(model: nn.Module, inputs: Inputs) -> None:
+    """Run copies of the model in both modes, whatever comes of it.
+
+    What forward keeps outside the model's modules (functools.lru_cache, a dict beside its class) is then kept from a call with
+    values. A call that is captured would leave there, in the user's process, what only stands for a tensor.
+    """
+    for flip in (False, True):
+        copy = clone_sharing_tensors(model, copy_buffers=True)
+        for module in copy.modules():
+            module.training ^= flip
+        with WithoutMaxNorm():
+            _run(copy, inputs)
 
 
 def hides_a_lookup(captured: Captured, inputs: Inputs | None) -> bool:

@@ -22,6 +22,7 @@ class Outside(TorchFunctionMode):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
+        self.paused = False
         self._state: dict[int, str] = {id(parameter): f"the parameter '{name}'" for name, parameter in root.named_parameters()}
         for name, buffer in root.named_buffers():
             if buffer.dtype.is_floating_point or buffer.dtype.is_complex or buffer.dim() == 0:
@@ -36,6 +37,8 @@ class Outside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.paused:
+            return result
         name = getattr(func, "__name__", "")
         read = None
         for value in tree_iter((args, kwargs or {})):

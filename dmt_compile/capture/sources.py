@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from types import CodeType, FrameType
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 _numpy = importlib.util.find_spec("numpy")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
@@ -63,11 +64,24 @@ def quoted(file: str, line: int) -> str:
     return f"{file}:{line}: `{linecache.getline(file, line).strip()}`"
 
 
+KEEPS = (
+    "forward uses a tensor that it has kept outside the model from an earlier call, in which there were no values: compute it in "
+    "every call, or keep it in a buffer"
+)
+_INSTEAD = "choose between values with torch.where"
+# What torch.export says of a constant that only stands for a tensor.
+_WITHOUT_VALUES = "We found a fake tensor in the exported program constant's list"
+
+
 def reason(error: BaseException) -> str:
     """One line: what went wrong, and the innermost line of the user's code on the way there."""
     # Dynamo does not run the code that it reads.
     frames = _users(getattr(error, "real_stack", None) or ()) or _users(traceback.extract_tb(error.__traceback__))
     message = str(error).strip().split("\n")[0]
+    if isinstance(error, DataDependentOutputException):
+        message = f"{error.func} looks at the values of tensors, and the graph would keep for ever what it saw: {_INSTEAD}"
+    elif message.startswith(_WITHOUT_VALUES):
+        return KEEPS
     if not frames:
         return f"{type(error).__name__}: {message}"
     last = frames[-1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from ..adapters import torchrec_sequences
 from ..graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
 from .arguments import Arguments
 from .outside import Outside
+from .shown import Shown
 from .sources import reason, trace_of, user_frame
 
 
@@ -34,10 +37,10 @@ class Traced:
 
 @dataclass(frozen=True)
 class Structure:
-    """What forward's arguments are made of, and the number of dimensions of each of their tensors."""
+    """What forward's arguments are made of, and the tensors in them."""
 
     arguments: Arguments
-    dims: tuple[int, ...]
+    leaves: tuple[torch.Tensor, ...]
 
 
 def structure_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure | None:
@@ -45,7 +48,7 @@ def structure_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     leaves, arguments = Arguments.of(model, args, kwargs, lambda x: isinstance(x, torch.Tensor) or torchrec_adapter.is_jagged(x))
     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return None
-    return Structure(arguments, tuple(leaf.dim() for leaf in leaves))
+    return Structure(arguments, tuple(leaves))
 
 
 def trace(
@@ -54,7 +57,8 @@ def trace(
     """Trace a clone of a model that ``prepare`` has put in some mode.
 
     Submodules in ``whole`` are kept whole for the reason given there. With a ``structure``, forward is given lists, dicts and
-    plain values as they are in it, and only the tensors inside stand for any tensor; the graph takes no other structure.
+    plain values as they are in it, and only the tensors inside stand for any tensor; the graph takes no other structure. Numbers
+    of dimensions are then plain numbers, and sizes can be gone through.
 
     Raises:
         Exception: whatever tracing the model's own forward, or a submodule with a lookup collection, has raised.
@@ -68,9 +72,10 @@ def trace(
         before = {module: dict(module.__dict__) for module in root.modules()}
         prepare(root)
         outside = Outside(root)
-        tracer = _Tracer(proxy_buffers, whole, outside, structure)
+        shown = Shown(model, structure.leaves) if structure is not None else None
+        tracer = _Tracer(proxy_buffers, whole, outside, structure, shown)
         try:
-            with _without_tracing_advice(), outside:
+            with _without_tracing_advice(), _lengths_in_the_graph(), outside:
                 graph = tracer.trace(root)
             written = next((name for name, buffer in root.named_buffers() if buffer._version != versions.get(name)), None)
             if written is not None:
@@ -110,6 +115,25 @@ def _without_tracing_advice() -> Iterator[None]:
         logger.setLevel(level)
 
 
+_len = builtins.len
+
+
+def _length(value: Any, /) -> Any:
+    """``len``, but of what stands for a tensor it is a node: Python takes no other answer than a number."""
+    return value.tracer.create_proxy("call_function", _len, (value,), {}) if isinstance(value, fx.Proxy) else _len(value)
+
+
+@contextmanager
+def _lengths_in_the_graph() -> Iterator[None]:
+    """Replace ``len`` wherever forward's code may stand; of anything but a proxy it stays what it is."""
+    before = builtins.len
+    builtins.len = _length
+    try:
+        yield
+    finally:
+        builtins.len = before
+
+
 def _autocast() -> list[tuple[bool, torch.dtype]]:
     return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
@@ -146,10 +170,46 @@ def _as_list(value: Any) -> Any:
     return converted.tolist() if small and converted is not value else value
 
 
+class _Proxy(fx.Proxy):
+    """Stands for a value that may be written to, and whose number of dimensions may be known."""
+
+    tracer: _Tracer
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "shape" and self.tracer.sees:
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        dims = self.tracer.dimensions(self.node) if name == "ndim" else None
+        return super().__getattr__(name) if dims is None else dims
+
+    def __len__(self) -> int:
+        # Python asks this before it makes a list of sizes.
+        sizes = self.tracer.sizes(self.node)
+        return super().__len__() if sizes is None else sizes
+
+
+def _is_shape(node: fx.Node) -> bool:
+    """Whether a node's value is the sizes of a tensor, or some of them."""
+    if node.target is operator.getitem and isinstance(node.args[1], slice):
+        return isinstance(node.args[0], fx.Node) and _is_shape(node.args[0])
+    if node.target is getattr:
+        return node.args[1] == "shape"
+    return node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs
+
+
 class _Tracer(fx.Tracer):
     """Keeps lookup modules and torch.nn modules whole, notes the user's line on every node, survives untraceable leaves."""
 
-    def __init__(self, proxy_buffers: bool, whole: Mapping[str, str], outside: Outside, structure: Structure | None) -> None:
+    def __init__(
+        self,
+        proxy_buffers: bool,
+        whole: Mapping[str, str],
+        outside: Outside,
+        structure: Structure | None,
+        shown: Shown | None,
+    ) -> None:
         super().__init__(autowrap_functions=(*_OPAQUE, *_FACTORIES), param_shapes_constant=True)
         # Wherever they are looked up: by name, or through their module.
         self._autowrap_search += [rnn, torch]
@@ -161,6 +221,8 @@ class _Tracer(fx.Tracer):
         self._attribute_proxies: list[dict[str, Any]] = []
         self._grad = torch.is_grad_enabled()
         self._outside = outside
+        self._shown = shown
+        self._looking = False
         self._autocast = _autocast()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
@@ -181,9 +243,11 @@ class _Tracer(fx.Tracer):
         if self.structure is None:
             made: tuple[Callable[..., Any], list[Any]] = super().create_args_for_root(root_fn, is_module, concrete_args)
             return made
-        shapes = [(None,) * dims for dims in self.structure.dims]
+        shapes = [(None,) * leaf.dim() for leaf in self.structure.leaves]
         nodes, self.extras["inputs"] = self.structure.arguments.write(self.graph, shapes)
-        bound = self.structure.arguments.bind([fx.Proxy(node, self) for node in nodes])
+        if self._shown is not None:
+            self._shown.start(nodes)
+        bound = self.structure.arguments.bind([self.proxy(node) for node in nodes])
         return lambda: root_fn(self.root, *bound.args, **bound.kwargs), []
 
     def create_arg(self, a: Any) -> Any:
@@ -193,9 +257,17 @@ class _Tracer(fx.Tracer):
             raise TypeError(f"forward computes a tensor from {origin} outside the graph, which would keep it as it is now")
         return super().create_arg(a)
 
-    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
         if _autocast() != self._autocast:
             raise TypeError("forward enters torch.autocast, which the graph would lose: put autocast around the call of the model")
+        if args[1] is _length:
+            # torch.fx.wrap("len") in the user's module wraps whatever goes by that name.
+            args = (args[0], _len, *args[2:])
+        if args[1] in ("dim", "ndimension", _len) and isinstance(args[2][0], fx.Proxy):
+            node = args[2][0].node
+            known = self.sizes(node) if args[1] is _len else self.dimensions(node)
+            if known is not None:
+                return known
         if args[1] in _COPIERS:
             args = (*args[:2], tuple(map(_as_list, args[2])), *args[3:])
         proxy = super().create_proxy(*args, **kwargs)
@@ -208,12 +280,50 @@ class _Tracer(fx.Tracer):
             proxy.node.stack_trace = trace_of(code.co_filename, line, code.co_name)
         return proxy
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    @property
+    def sees(self) -> bool:
+        """Whether there are example inputs to see the number of dimensions on."""
+        return self._shown is not None
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        sizes = self.sizes(obj.node)
+        return super().iter(obj) if sizes is None else iter([operator.getitem(obj, place) for place in range(sizes)])
+
+    def dimensions(self, node: fx.Node) -> int | None:
+        """How many dimensions a tensor of the graph has; None if the example inputs do not tell."""
+        value = self._value(node)
+        return value.dim() if isinstance(value, torch.Tensor) else None
+
+    def sizes(self, node: fx.Node) -> int | None:
+        """How many sizes of a tensor a value is made of; None if it is none, or the example inputs do not tell."""
+        value = self._value(node) if _is_shape(node) else None
+        return None if value is None else _len(value)
+
+    def _value(self, node: fx.Node) -> Any:
+        """The value of a node on the example inputs; None if there are no such, or the node does not run on them."""
+        if self._shown is None:
+            return None
+        self._looking = self._outside.paused = True
+        try:
+            return self._shown.value(node, self.root)
+        except Exception:
+            return None
+        finally:
+            self._looking = self._outside.paused = False
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._looking:
+            return attr_val
         if not any(cache is parameter_proxy_cache for cache in self._attribute_proxies):
             self._attribute_proxies.append(parameter_proxy_cache)
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._looking:
+            return forward(*args, **kwargs)
         try:
             path = self.path_of_module(m)
         except NameError:

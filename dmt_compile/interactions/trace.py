@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..adapters import torchrec as torchrec_adapter
 from ..graphs import INPUT, input_path, resolve_parameter
-from ..lookups import IdSource, LookupOutput, LookupSet
+from ..lookups import ANY, IdSource, Lookup, LookupOutput, LookupSet
 from .labels import DENSE, FIRST, Call, Labels, Rule, rule, tensors_in
 from .tape import Op, Source, Tape, Value
 
@@ -258,8 +258,7 @@ class Runner(fx.Interpreter):
         named = {n.name: n for n in node.graph.nodes}
         source = self.lookups.sources[served[0].source]
         ids = self.env.get(named[source.node]) if source.node in named else None
-        count = served[0].sequence or (source.count if served[0].pooling == "rows" else 1)
-        width = served[0].dim if served[0].sequence else served[0].dim // count
+        count, width = self._rows(served, source, ids)
         split = count > 1 and len(served) == 1 and self._are_fields(ids)
         by_feature = [
             torch.stack(
@@ -282,6 +281,17 @@ class Runner(fx.Interpreter):
         values = torch.randn(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
         self._mark(values, laid)
         return values
+
+    def _rows(self, served: Sequence[Lookup], source: IdSource, ids: Any) -> tuple[int, int]:
+        """How many rows of a feature stand for a sample, and how wide one is."""
+        first = served[0]
+        of_sample = isinstance(ids, torch.Tensor) and ids.dim() == 2
+        if first.sequence:
+            return (ids.shape[1] if of_sample and first.sequence == ANY else first.sequence), first.dim
+        if source.unit == "id" and source.per_sample is not None and of_sample and len(served) == 1:
+            return ids.shape[1], first.dim
+        count = source.count if first.pooling == "rows" else 1
+        return count, first.dim // count
 
     def _units(self, source: IdSource, named: Mapping[str, fx.Node]) -> int:
         """How many rows of columns a lookup makes."""

@@ -25,12 +25,12 @@ def strided(tables: Sequence[Table], lookups: LookupSet, bins: int) -> list[list
 def balanced(tables: Sequence[Table], lookups: LookupSet, bins: int) -> list[list[Table]]:
     """Even out lookup cost and memory: heaviest table first, each to the bin whose larger share grows least.
 
-    Cost is the number of pooled columns (what is read per sample and what travels); memory is the table's bytes. Both are
-    shares of their totals, so that neither unit dominates. Tables keep declaration order inside a bin.
+    Cost is the number of columns of a sample of the example inputs (what is read and what travels); memory is the table's bytes.
+    Both are shares of their totals, so that neither unit dominates. Tables keep declaration order inside a bin.
     """
     if not tables:
         return [[] for _ in range(bins)]
-    columns = _shares([sum(x.dim for x in lookups.lookups_of_table[t.name]) for t in tables])
+    columns = _shares([sum(map(lookups.columns_per_sample, lookups.lookups_of_table[t.name])) for t in tables])
     memory = _shares([t.bytes for t in tables])
     # A stable sort and argmin's first minimum make the result the same on every rank.
     order = torch.sort(torch.maximum(columns, memory), descending=True, stable=True).indices.tolist()
@@ -50,7 +50,7 @@ def balanced(tables: Sequence[Table], lookups: LookupSet, bins: int) -> list[lis
     return result
 
 
-def _shares(amounts: Sequence[int]) -> torch.Tensor:
+def _shares(amounts: Sequence[float]) -> torch.Tensor:
     values = torch.tensor([float(amount) for amount in amounts], dtype=torch.float64, device="cpu")
     return values / values.sum().clamp(min=1)
 

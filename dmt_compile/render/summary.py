@@ -43,18 +43,22 @@ def _parts(program: TowerProgram) -> Iterator[RenderableType]:
     plan, lookups, topology = program.plan, program.lookups, program.topology
     model = type(program.stages["flat"].root).__name__
     placed = f"{counted(topology.hosts, 'host')} x {counted(topology.ranks_per_host, 'rank')}"
-    yield _line(f"{model}: {counted(len(plan.towers), 'tower')} on {placed}", "bold")
-    yield _line(
-        f"{counted(len(lookups.lookups), 'lookup')}, {counted(len(lookups.tables), 'table')} "
-        f"({size(sum(table.bytes for table in lookups.tables))}), {counted(lookups.width, 'column')} per sample"
-    )
-    yield _line(f"plan {plan.hash[:12]}, {plan.partition}")
-    yield _title("Towers")
-    yield _towers(program)
-    yield Text()
-    yield from _balance(program)
-    yield _title("Lookups found")
-    yield from _lookups(program)
+    if lookups.lookups:
+        yield _line(f"{model}: {counted(len(plan.towers), 'tower')} on {placed}", "bold")
+        yield _line(
+            f"{counted(len(lookups.lookups), 'lookup')}, {counted(len(lookups.tables), 'table')} "
+            f"({size(sum(table.bytes for table in lookups.tables))}), {counted(lookups.width, 'column')} per sample"
+        )
+        yield _line(f"plan {plan.hash[:12]}, {plan.partition}")
+        yield _title("Towers")
+        yield _towers(program)
+        yield Text()
+        yield from _balance(program)
+        yield _title("Lookups found")
+        yield from _lookups(program)
+    else:
+        yield _line(f"{model}: left flat on {placed}, no table is spread", "bold")
+        yield _line("every rank holds the whole model; gradients are averaged over all ranks")
     yield _title("Interactions found")
     yield from (Text(line, no_wrap=True) for line in interaction_lines(program.interactions))
     if program.replicated:
@@ -62,9 +66,10 @@ def _parts(program: TowerProgram) -> Iterator[RenderableType]:
     if program.leaves:
         yield _title(f"Kept whole: {counted(len(program.leaves), 'submodule')} that could not be traced")
         yield from _reasons({path: ("", reason) for path, reason in program.leaves.items()}, "program.leaves")
-    yield _title("Bytes that a rank sends forward for one sample on every rank")
-    yield _traffic(program)
-    yield from _ids(program)
+    if lookups.lookups:
+        yield _title("Bytes that a rank sends forward for one sample on every rank")
+        yield _traffic(program)
+        yield from _ids(program)
     yield _title("Stages")
     yield _line("  " + ", ".join(f"{name} {len(stage.graph.nodes):,}" for name, stage in program.stages.items()) + " nodes")
 
@@ -178,7 +183,7 @@ def _style(lookups: LookupSet, output: LookupOutput) -> str:
     if source.unit != "sample":
         return f"any {source.unit}s: {result}"
     if source.form == "fixed":
-        ids = counted(source.count, "id") if source.count else "n ids"
+        ids = counted(source.count, "id") if source.count else "any ids"
         return f"{ids}: {'row' if result == 'rows' and source.count == 1 else result}"
     return f"{source.form}: {result}"
 

@@ -81,22 +81,59 @@ def ranks(numbers: Sequence[int]) -> str:
     return f"ranks {listed(map(str, numbers), 60)}"
 
 
+def cut_middle(text: str, width: int) -> str:
+    """As :func:`cut`, but what is left off is in the middle: the end of a long name says more than its beginning."""
+    if len(text) <= width or width <= 5:
+        return cut(text, width)
+    head = (width - 3) * 3 // 8
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
 def listed(names: Iterable[str], width: int) -> str:
-    """Names with commas, in about ``width`` columns: numbered runs become "t0..t17", the rest "and 182 more"."""
-    groups = _runs([plain(name) for name in names])
-    total = sum(count for _, count in groups)
+    """Names with commas, in about ``width`` columns: numbered runs become "t0..t17", the rest "and 182 more".
+
+    Where not all fit, "..." stands for the words that all of them begin or end with.
+    """
+    names = [plain(name) for name in names]
+    groups = _runs(names)
     whole = ", ".join(text for text, _ in groups)
     if len(whole) <= width:
         return whole
+    total = len(names)
+    before, after = _common_words(names)
+    if before or after:
+        runs = _runs([name[before : len(name) - after] for name in names])
+        groups = [(f"{'...' if before else ''}{text}{'...' if after else ''}", count) for text, count in runs]
     shown: list[str] = []
     left = total
     for text, count in groups:
         rest = f" and {left - count:,} more" if left > count else ""
         if shown and len(", ".join((*shown, text))) + len(rest) > width:
             break
-        shown.append(cut(text, max(width - len(rest), 8)))
+        shown.append(cut_middle(text, max(width - len(rest), 8)))
         left -= count
     return ", ".join(shown) + (f" and {left:,} more" if left else "")
+
+
+def _common_words(names: Sequence[str]) -> tuple[int, int]:
+    """How many characters of whole words all names begin with, and end with; 0 for the smaller number of the two."""
+    before = _common_start(names)
+    after = _common_start([name[::-1] for name in names])
+    before, after = (before, 0) if before >= after else (0, after)
+    # No name may be left without anything.
+    return (before, after) if min(map(len, names)) > before + after else (0, 0)
+
+
+def _common_start(names: Sequence[str]) -> int:
+    """The length of the words, up to a mark between words, that several names begin with."""
+    found = 0
+    # What the first and the last in the order of the alphabet share, all share.
+    for index, (a, b) in enumerate(zip(min(names), max(names), strict=False)):
+        if a != b:
+            return found
+        if a in "._@/:-[":
+            found = index + 1
+    return found
 
 
 def _runs(names: Sequence[str]) -> list[tuple[str, int]]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import DistributedError
+from ..nested import take_apart
 from .base import RankContext
 
 
@@ -32,6 +33,37 @@ def guard(x: torch.Tensor, context: RankContext) -> torch.Tensor:
     return guarded
 
 
+def guard_result(result: Any, context: RankContext) -> None:
+    """As :func:`guard`, for the tensors of a model's result, which stay the tensors that they are."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        _close_after_backward(context)
+
+    for tensor in take_apart(result)[0]:
+        # A hook on a leaf would stay on it.
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(refuse)
+
+
+def _close_after_backward(context: RankContext) -> None:
+    """Called in a backward, which is the one that the averaging of dense gradients awaits.
+
+    Raises:
+        DistributedError: it awaits none.
+    """
+    if not context.open:
+        raise DistributedError(
+            "a second backward since the last forward: dense gradients are averaged over the ranks in the first one only; "
+            "add the losses up and call backward once, or run all but the last forward and backward under no_sync()"
+        )
+
+    def close() -> None:
+        context.open = False
+
+    # At the end of this backward, which may run through several forwards.
+    torch.autograd.Variable._execution_engine.queue_callback(close)
+
+
 class _Guard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, context: RankContext) -> torch.Tensor:
@@ -40,18 +72,7 @@ class _Guard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        context: RankContext = ctx.context
-        if not context.open:
-            raise DistributedError(
-                "a second backward since the last forward: dense gradients are averaged over the ranks in the first one only; "
-                "add the losses up and call backward once, or run all but the last forward and backward under no_sync()"
-            )
-
-        def close() -> None:
-            context.open = False
-
-        # At the end of this backward, which may run through several forwards.
-        torch.autograd.Variable._execution_engine.queue_callback(close)
+        _close_after_backward(ctx.context)
         return grads[0], None
 
 

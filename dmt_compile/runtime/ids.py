@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import DistributedError, InputError
+from ..errors import InputError
 from ..exchange import IdExchange, split_traffic
 from ..jagged import permute_blocks
+from .announce import NUMBERS, count_announcement, refuse_failed
 from .base import Constant, Progress, RankContext, RankLocal
 from .gradients import scale_gradient
 from .select import Bag, IdRequest, JaggedIds, SelectIds, split_bags
@@ -139,7 +140,7 @@ class CountIds(_IdStep):
     def forward(self, request: IdRequest) -> torch.Tensor:
         lengths = request.lengths
         ids = lengths.sum(dim=1, dtype=torch.long)
-        counts = torch.zeros(self.exchange.world_size, 3, dtype=torch.long, device=lengths.device)
+        counts = torch.zeros(self.exchange.world_size, NUMBERS, dtype=torch.long, device=lengths.device)
         counts[:, 0] = lengths.shape[1]
         counts[:, 1] = self._per_rank(ids)
         if self.exchange.carries_weights:
@@ -151,9 +152,6 @@ class CountIds(_IdStep):
         return nn.functional.pad(per_feature.cumsum(0), (1, 0))[self._starts.on(per_feature.device)].diff()
 
 
-FAILED = -1
-
-
 class ReadSizes(_IdStep):
     """Split sizes of the id exchange from what every rank announced.
 
@@ -163,14 +161,8 @@ class ReadSizes(_IdStep):
 
     def forward(self, counts: torch.Tensor, sent: torch.Tensor) -> IdSizes:
         context, exchange = self.context, self.exchange
-        received, mine = torch.stack([counts, sent]).view(2, -1, 3).tolist()
-        failed = [rank for rank, row in enumerate(received) if row[0] == FAILED]
-        if failed:
-            context.progress = Progress.CALLED_OFF
-            raise DistributedError(
-                f"rank {failed[0]} could not use its batch, so no rank runs this step; "
-                f"the error that rank {failed[0]} raised says why"
-            )
+        received, mine = torch.stack([counts, sent]).view(2, -1, NUMBERS).tolist()
+        refuse_failed(context, [row[0] for row in received])
         batch_sizes = tuple(row[0] for row in received)
         features = exchange.features_per_rank
         sizes = IdSizes(
@@ -188,11 +180,8 @@ class ReadSizes(_IdStep):
     def _count(self, sizes: IdSizes) -> None:
         context = self.context
         world = range(self.exchange.world_size)
-        for counts, itemsize in (
-            ([3] * len(world), 8),
-            (sizes.lengths_in, 4),
-            (sizes.values_in, self.exchange.id_dtype.itemsize),
-        ):
+        count_announcement(context)
+        for counts, itemsize in ((sizes.lengths_in, 4), (sizes.values_in, self.exchange.id_dtype.itemsize)):
             context.traffic.add(*split_traffic(context.rank, context.topology, world, counts, itemsize))
 
 

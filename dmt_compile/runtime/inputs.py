@@ -34,7 +34,9 @@ class TakeInputs(nn.Module):
         for tensor, shape, label in zip(leaves, self.shapes, self.labels(), strict=True):
             if tensor.dim() != len(shape) or any(size not in (None, n) for size, n in zip(shape, tensor.shape, strict=True)):
                 expected = ", ".join("any" if size is None else str(size) for size in shape)
-                raise InputError(f"'{label}' is of shape {tuple(tensor.shape)}, the model was captured from ({expected})")
+                hint = ": torch.export has kept all sizes of example_inputs but the batch's, so pad to them, histories too"
+                hint = hint if tensor.dim() == len(shape) else ""
+                raise InputError(f"'{label}' is of shape {tuple(tensor.shape)}, the model was captured from ({expected}){hint}")
         return leaves
 
     def labels(self) -> list[str]:

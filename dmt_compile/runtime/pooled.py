@@ -11,6 +11,7 @@ from ..adapters import torchrec as torchrec_adapter
 from ..exchange import Exchange, split_traffic
 from ..lookups import Lookup, LookupOutput, LookupSet
 from .base import Progress, RankContext, RankLocal
+from .select import JaggedIds
 
 
 class PeerPermute(nn.Module):
@@ -190,7 +191,8 @@ class JoinColumns(nn.Module):
 class MakeOutput(nn.Module):
     """The value that the flat model's lookup returns, made from its columns (B, width).
 
-    Where the output's shape follows that of another value, that value is given too.
+    Where the output's shape follows that of another value, that value is given too; and the lookup's ids, where other lookups of
+    its round may have more of them than it has.
     """
 
     def __init__(self, output: LookupOutput, lookups: LookupSet) -> None:
@@ -198,7 +200,9 @@ class MakeOutput(nn.Module):
         self.output = output
         self._dims = [lookups.lookup[name].dim for name in output.lookups]
 
-    def forward(self, columns: torch.Tensor, like: torch.Tensor | None = None) -> object:
+    def forward(self, columns: torch.Tensor, like: torch.Tensor | None = None, ids: JaggedIds | None = None) -> object:
+        if ids is not None:
+            columns = columns[: ids.lengths.shape[1]]
         if like is not None:
             return columns.reshape(*like.shape, self._dims[0])
         shape = self.output.shape

@@ -16,14 +16,15 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import DistributedError
-from ..graphs import clone_sharing_tensors, resolve_parameter
-from ..stage import ALL_TO_ALL, WAIT, Stage
-from ..verify.deal import Layout, check_batch
+from ..graphs import clone_sharing_tensors
+from ..stage import Stage
+from ..verify.deal import Layout
+from .announce import announce_failure
 from .base import Progress, RankContext, Traffic
 from .checkpoint import load_optimizer_state, optimizer_state, own_rows, show_whole_tables, take_own_rows
 from .consensus import agree
+from .data_parallel import ByMode, compiled, synchronised
 from .groups import TowerGroups, refuse_device, timeout_of
-from .ids import FAILED
 from .materialize import materialize
 from .ownership import prune
 
@@ -39,7 +40,8 @@ class RankModule(nn.Module):
 
     A rank that cannot use its batch tells the others before anything is exchanged: all raise, and the next step may follow. A
     failure later in the step ends the module on all ranks: those that wait for the failed rank get an error at once, the rest
-    when their wait times out.
+    when their wait times out. In a program that is left flat nothing is exchanged in forward, so that a rank can tell the others
+    of every failure in it.
 
     ``state_dict()`` has the flat model's keys, less the tables of other ranks; a parameter that holds tables of several ranks
     stands in it as :class:`RowShards`. :meth:`full_state_dict` gathers all tables, and ``load_state_dict`` takes either.
@@ -66,14 +68,13 @@ class RankModule(nn.Module):
         self._lookups = stage.lookups
         self._flat_keys = tuple(stage.root.state_dict(keep_vars=True))
         self._context = context
-        self._layouts = layouts
         self._groups: TowerGroups | None = groups
         self._group = group
         own = {id(root.get_parameter(stage.lookups.table[name].parameter)) for name in stage.plan.tables_of_rank[context.rank]}
         self._table_names = tuple(name for name, parameter in root.named_parameters() if id(parameter) in own)
-        graphs = _compiled(stages, context, groups)
+        graphs = compiled(stages, context, groups, layouts)
         # Held in a tuple: their parameters are already registered above, under the flat model's names.
-        self._run: tuple[nn.Module, _ByMode] | None = (_synchronised(graphs, own, group, find_unused_parameters), graphs)
+        self._run: tuple[nn.Module, ByMode] | None = (synchronised(graphs, own, group, find_unused_parameters), graphs)
         self._over = ""
         # Called on the class: mypy exempts torch's own functions from its rule on untyped calls, but not inherited ones.
         nn.Module.register_load_state_dict_pre_hook(self, partial(take_own_rows, context, self._lookups))
@@ -87,7 +88,6 @@ class RankModule(nn.Module):
         context.sums_in_backward = synchronised and torch.is_grad_enabled()
         context.open = context.open or context.sums_in_backward
         try:
-            check_batch(args, kwargs, self._layouts[self.training])
             return run(*args, **kwargs)
         except Exception as error:
             if type(error).__module__ == "torch.utils.checkpoint":
@@ -95,7 +95,8 @@ class RankModule(nn.Module):
             if context.progress is Progress.READING:
                 # The rank's own error says more than a failure to tell it to the others.
                 with suppress(Exception):
-                    self._announce_failure()
+                    assert self._groups is not None
+                    announce_failure(context, self._groups.world)
             elif context.progress is Progress.EXCHANGING:
                 self._over = f"an exchange was broken off on this rank ({type(error).__name__}: {error})"
                 self._release(abort=True)
@@ -105,17 +106,10 @@ class RankModule(nn.Module):
                     ) from error
             raise
 
-    def _running(self) -> tuple[nn.Module, _ByMode]:
+    def _running(self) -> tuple[nn.Module, ByMode]:
         if self._run is None:
             raise DistributedError(f"this module cannot run any more: {self._over}; distribute the program again, on all ranks")
         return self._run
-
-    def _announce_failure(self) -> None:
-        """Take part in the first exchange of the step with a mark that makes every rank raise, so that none waits for this one."""
-        assert self._groups is not None
-        world = self.plan.topology.world_size
-        marks = torch.full((3 * world,), FAILED, dtype=torch.long, device=self._context.device)
-        WAIT(ALL_TO_ALL(marks, [3] * world, [3] * world, self._groups.world.group_name))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that the norm over the whole model, all ranks' tables included, is at most ``max_norm``.
@@ -267,76 +261,6 @@ def _gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 def _is_lost_connection(error: Exception) -> bool:
     """Whether the transport raised: gloo has no exception class of its own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-class _ByMode(nn.Module):
-    """The graph for training and the one for evaluation as one module, over the rank's own parameters and buffers."""
-
-    def __init__(self, graphs: Mapping[bool, fx.GraphModule]) -> None:
-        super().__init__()
-        some = graphs[True]
-        for key in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[key] = some.__dict__[key]
-        self.graphs = graphs
-        self.training = some.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.graphs[self.training](*args, **kwargs)
-
-
-def _compiled(stages: Mapping[bool, Stage], context: RankContext, groups: TowerGroups) -> _ByMode:
-    names = groups.names()
-    training = stages[True].bind(context).compile(names, f"Rank{context.rank}")
-    if stages[False] is stages[True]:
-        return _ByMode({True: training, False: training})
-    return _ByMode({True: training, False: stages[False].bind(context).compile(names, f"Rank{context.rank}Evaluating")})
-
-
-def _synchronised(module: _ByMode, tables: set[int], group: ProcessGroup, find_unused: bool) -> nn.Module:
-    """``module`` with dense gradients averaged over ``group``; parameters that no graph ever reads are left alone.
-
-    Everything that is no table starts with rank 0's values, frozen parameters and buffers too.
-    """
-    _copy_from_first([p for p in module.parameters() if id(p) not in tables] + list(module.buffers()), group)
-    in_training, in_evaluation = (_used_parameters(module.graphs[mode]) for mode in (True, False))
-    skipped = tables | ({id(p) for p in module.parameters()} - in_training - in_evaluation)
-    if not any(p.requires_grad for p in module.parameters() if id(p) not in skipped):
-        return module
-    # A tied parameter is skipped under each of its names.
-    ignored = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in skipped]
-    # To it, a parameter of the outermost module is called both "name" and ".name".
-    ignored += [f".{name}" for name in ignored if "." not in name]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    return DistributedDataParallel(
-        module,
-        process_group=group,
-        forward_sync_buffers=False,
-        init_sync=False,
-        # Otherwise it would wait for the gradients of what only the other mode reads.
-        find_unused_parameters=find_unused or in_training - tables != in_evaluation - tables,
-        gradient_as_bucket_view=True,
-    )
-
-
-def _copy_from_first(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
-    source = dist.get_process_group_ranks(group)[0]
-    with torch.no_grad():
-        for tensor in tensors:
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, src=source, group=group)
-            if value.data_ptr() != tensor.data_ptr():
-                tensor.copy_(value)
-
-
-def _used_parameters(module: fx.GraphModule) -> set[int]:
-    used: set[int] = set()
-    for node in module.graph.nodes:
-        if node.op == "call_module":
-            used.update(id(p) for p in module.get_submodule(str(node.target)).parameters())
-        elif node.op == "get_attr":
-            owner, attribute = resolve_parameter(module, str(node.target))
-            used.add(id(getattr(owner, attribute)))
-    return used
 
 
 def distribute(

@@ -63,7 +63,8 @@ class SelectIds(nn.Module):
     ``weighted`` are the positions of the entries whose weights are needed too. With ``limits`` (the first row of each entry's
     table, and the one behind its last) ids are checked to lie inside their table before they travel; where tables are
     ``partial``, runs of rows of a parameter, that must not be left out: an id could be one of another table. ``tables`` are the
-    names of the entries' tables.
+    names of the entries' tables. Sources of ids or bags (and not of samples) may have different numbers of them: all get as many
+    as the largest, by empty bags behind their own. The sources numbered ``never_none`` must have ids if they have samples.
 
     Raises:
         InputError: a feature is missing from the batch, sources disagree on the batch size, or an id is out of range.
@@ -77,14 +78,17 @@ class SelectIds(nn.Module):
         sources: Sequence[IdSource],
         partial: bool = False,
         tables: Sequence[str] = (),
+        never_none: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        self.never_none = tuple(never_none)
         self.partial = partial
         self.tables = tuple(tables)
         self.entries = tuple(entries)
         self.weighted = tuple(weighted)
         self.limits = tuple(limits)
         self.sources = tuple(sources)
+        self.uneven = all(source.unit != "sample" for source in self.sources)
         self._limits = tuple(Constant(ends) for ends in zip(*self.limits, strict=True)) if self.limits else ()
         self._known: tuple[list[list[str]], Constant, Constant] | None = None
 
@@ -114,8 +118,14 @@ class SelectIds(nn.Module):
 
     def forward(self, *ids: JaggedIds) -> IdRequest:
         order, weighted = self.positions([one.keys for one in ids])
+        for number in self.never_none:
+            if not ids[number].values.numel() and ids[number].lengths.shape[1]:
+                label = self.sources[number].label
+                raise InputError(f"'{label}' has no ids for its samples, and the model takes the maximum of their rows")
         sizes = {one.lengths.shape[1] for one in ids}
-        if len(sizes) > 1:
+        if len(sizes) > 1 and self.uneven:
+            ids = tuple(_with_empty_bags(one, max(sizes)) for one in ids)
+        elif len(sizes) > 1:
             named = ", ".join(f"'{s.label}' {one.lengths.shape[1]}" for s, one in zip(self.sources, ids, strict=True))
             raise InputError(f"the sparse inputs have different batch sizes: {named}")
         values, lengths = _stack(ids)
@@ -157,6 +167,10 @@ class SelectIds(nn.Module):
                     "correct the id, or compile with example_inputs that hold such ids"
                 )
             raise InputError(f"{what}outside its table of {high} rows{where}")
+
+
+def _with_empty_bags(ids: JaggedIds, size: int) -> JaggedIds:
+    return ids._replace(lengths=nn.functional.pad(ids.lengths, (0, size - ids.lengths.shape[1])))
 
 
 def _stack(ids: Sequence[JaggedIds]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..graphs import resolve_parameter
-from ..lookups import Lookup, Pooling, Table
+from ..lookups import ANY, Lookup, Pooling, Table
 from .base import RankContext, RankLocal
 from .gradients import guard, scale_gradient, tie
 from .ids import GlobalBags
@@ -92,12 +92,32 @@ def _pooled_by_the_model(lookup: Lookup, rows: torch.Tensor, bag: Bag) -> torch.
     """Rows side by side, or pooled as the model's own operation does it."""
     units = bag.offsets.numel() - 1
     if not lookup.sequence:
-        return rows.view(units, lookup.dim)
-    rows = rows.view(units, lookup.sequence, lookup.dim)
+        return _one_a_bag(rows, bag, units) if lookup.dim == rows.shape[1] else rows.view(units, lookup.dim)
     weights = _weights(lookup, bag, rows.dtype)
+    if lookup.sequence != ANY:
+        return _pool_run(lookup, rows, weights, units, lookup.sequence)
+    # Samples of one rank have equally many rows.
+    lengths, counts = (found.tolist() for found in bag.offsets.diff().unique_consecutive(return_counts=True))
+    sizes = [length * count for length, count in zip(lengths, counts, strict=True)]
+    parts = weights.split(sizes) if weights is not None else [None] * len(sizes)
+    runs = zip(rows.split(sizes), parts, counts, lengths, strict=True)
+    pooled = [_pool_run(lookup, *run) for run in runs]
+    return torch.cat(pooled) if len(pooled) > 1 else pooled[0] if pooled else rows
+
+
+def _pool_run(lookup: Lookup, rows: torch.Tensor, weights: torch.Tensor | None, units: int, length: int) -> torch.Tensor:
+    rows = rows.view(units, length, lookup.dim)
     if weights is not None:
-        rows = rows * weights.view(units, lookup.sequence, 1)
+        rows = rows * weights.view(units, length, 1)
     return pool_sequence(rows, lookup.pooling)
+
+
+def _one_a_bag(rows: torch.Tensor, bag: Bag, units: int) -> torch.Tensor:
+    """(N, d) -> (units, d) for bags of one id or none; an empty bag gets zeros."""
+    if len(rows) == units:
+        return rows
+    places = torch.repeat_interleave(bag.offsets.diff(), output_size=len(rows))
+    return rows.new_zeros(units, rows.shape[1]).index_copy(0, places, rows)
 
 
 def _weights(lookup: Lookup, bag: Bag, dtype: torch.dtype) -> torch.Tensor | None:

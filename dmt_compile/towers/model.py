@@ -35,7 +35,7 @@ class TowerModel:
     """The captured tower model, and what its towers' modules take and make.
 
     ``way`` is "re-sized" or "expanded", ``why`` the reason for the latter; ``resized`` names the parameters and buffers that
-    changed shape, with the old and the new one. With a warm start, ``redrawn`` are those that could not be derived from the old ones.
+    changed shape, with the old and the new one. With a warm start, ``redrawn`` are those that do not follow from the old ones.
     """
 
     captured: Captured
@@ -89,8 +89,8 @@ def tower_model(
     """Give every tower its module, and re-size the interaction and its neighbours to what the modules make (section 3.2).
 
     Where new sizes do not follow from the graph, or with ``expand``, a layer per tower brings its vectors back to their old width
-    behind the exchange, and everything behind stays as it is. With ``inputs``, the weights begin as close to those of the flat model
-    as they can, see :mod:`preserve`.
+    behind the exchange, and everything behind stays as it is. With ``inputs``, the weights begin as close to those of the flat
+    model as they can, see :mod:`preserve`.
 
     Raises:
         PlanError: the modules do not fit the towers, or no lookup makes one vector per sample.

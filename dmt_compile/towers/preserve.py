@@ -1,9 +1,9 @@
 """A warm start: weights of a tower model that compute what a trained flat model computes, as far as linear algebra allows.
 
 With vectors e of the flat model and z = M e of the tower modules, M with orthonormal rows, a layer that takes e with weights W takes
-z with W M^T, and one that makes a vector to be put beside them makes it with M W: along every axis that is made of vectors, the new
-weights are the old ones contracted with M. M keeps as much of the vectors seen in sample batches as any matrix of its size can (a
-truncated singular value decomposition); where nothing is compressed it keeps all.
+z with W M^T, and one that makes a vector to be put beside them makes it with M W: along every axis that is made of vectors, the
+new weights are the old ones contracted with M. M keeps as much of the vectors seen in sample batches as any matrix of its size can
+(a truncated singular value decomposition); where nothing is compressed it keeps all.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _set(module: nn.Module, matrix: torch.Tensor, one: TowerVectors) -> None:
     setter: Any = getattr(module, "set_linear", None)
     if setter is None:
         raise PlanError(
-            f"init='preserve': {type(module).__name__} of tower {one.tower} has no method set_linear(matrix), which makes it compute "
-            f"matrix @ x for the ({matrix.shape[1]},) columns of its features: add one, or use init='layer'"
+            f"init='preserve': {type(module).__name__} of tower {one.tower} has no method set_linear(matrix), which makes it "
+            f"compute matrix @ x for the ({matrix.shape[1]},) columns of its features: add one, or use init='layer'"
         )
     setter(matrix)
 
@@ -106,7 +106,8 @@ def largest(rows: torch.Tensor, count: int) -> torch.Tensor:
     wide = rows.double()
     # Few columns, many rows.
     _, vectors = torch.linalg.eigh(wide.mT @ wide)
-    return vectors.flip(1)[:, :count].mT.to(rows.dtype).contiguous()
+    kept: torch.Tensor = vectors.flip(1)[:, :count].mT.to(rows.dtype).contiguous()
+    return kept
 
 
 def seen_vectors(inserted: Inserted, root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[torch.Tensor]:

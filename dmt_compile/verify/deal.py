@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,37 +11,47 @@ import torch
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import InputError
 from ..lookups import RaggedInput
+from .structure import Place, by_name, path_text, require_keys, require_places
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """What the model says about its inputs: the names of forward's arguments, which inputs are ragged, and which keys it reads.
 
-    ``per_sample`` are the paths of tensors that have a row for every sample, as example inputs showed.
+    ``per_sample`` are the paths of tensors that have a row for every sample, as example inputs showed, and ``places`` say how the
+    inputs were built, as far as the model reads them.
     """
 
     names: tuple[str, ...] = ()
     ragged: tuple[RaggedInput, ...] = ()
     keys: tuple[tuple[object, ...], ...] = ()
     per_sample: tuple[tuple[object, ...], ...] = ()
+    places: tuple[Place, ...] = ()
 
 
 def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
     """Refuse a batch that lacks something, before the model stumbles over it.
 
     Raises:
-        InputError: there is no entry that the model reads, or tensors with a row for every sample have different numbers of rows.
+        InputError: there is no entry that the model reads, or something else than in the example inputs, or tensors with a row for
+            every sample have different numbers of rows.
     """
-    _require_keys(args, kwargs, layout)
-    given = {**dict(zip(layout.names, args, strict=False)), **kwargs}
+    _refuse_other_structure(args, kwargs, layout)
+    given = by_name(args, kwargs, layout.names)
     found: dict[str, int] = {}
     for path in layout.per_sample:
         place = _tensor_at(given, path)
         if place is not None and place[1] is None and place[0].dim():
-            found[place_text(path)] = place[0].shape[0]
+            found[path_text(path)] = place[0].shape[0]
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{name} {size}" for name, size in list(found.items())[:12])
         raise InputError(f"the inputs have different numbers of samples: {listed}")
+
+
+def _refuse_other_structure(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
+    given = by_name(args, kwargs, layout.names)
+    require_keys(given, layout.keys)
+    require_places(given, layout.places)
 
 
 def deal(
@@ -62,7 +72,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout = L
     Raises:
         InputError: as for :func:`deal`.
     """
-    _require_keys(args, kwargs, layout)
+    _refuse_other_structure(args, kwargs, layout)
     sizes_found = dict(_batch_sizes((args, kwargs), "inputs", _ragged(args, kwargs, layout)))
     if not sizes_found:
         raise InputError("the inputs hold no tensor with a batch dimension, so there are no samples to deal over the ranks")
@@ -100,8 +110,17 @@ class _Part:
 _Ragged = Mapping[int, Mapping[int | None, _Part]]
 
 
+def ragged_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> Collection[int]:
+    """The tensors of the inputs, by identity, that are ragged or hold offsets.
+
+    Raises:
+        InputError: offsets do not fit their ids.
+    """
+    return _ragged(args, kwargs, layout).keys()
+
+
 def _ragged(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> _Ragged:
-    given = {**dict(zip(layout.names, args, strict=False)), **kwargs}
+    given = by_name(args, kwargs, layout.names)
     found: dict[int, dict[int | None, _Part]] = {}
     for one in layout.ragged:
         values, offsets = _tensor_at(given, one.values), _tensor_at(given, one.offsets)
@@ -118,7 +137,7 @@ def _ragged(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> _R
 
 def _bounds(ragged: RaggedInput, offsets: torch.Tensor, total: int) -> torch.Tensor:
     """Where samples start and end, (B + 1,)."""
-    name = place_text(ragged.offsets)
+    name = path_text(ragged.offsets)
     if offsets.is_meta:
         raise InputError(f"the offsets {name} are on the meta device: without values they do not say where a sample begins")
     if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
@@ -129,14 +148,9 @@ def _bounds(ragged: RaggedInput, offsets: torch.Tensor, total: int) -> torch.Ten
     if not bounds.numel() or int(bounds[0]) or bool((bounds.diff() < 0).any()) or int(bounds[-1]) != total:
         raise InputError(
             f"the offsets {name} must start at 0, not decrease and end at the number of ids, "
-            f"which is {total} in {place_text(ragged.values)}"
+            f"which is {total} in {path_text(ragged.values)}"
         )
     return bounds
-
-
-def place_text(path: Sequence[object]) -> str:
-    """A path into the inputs as Python writes it."""
-    return "".join([str(path[0]), *(f"[{step!r}]" for step in path[1:])])
 
 
 _Place = tuple[torch.Tensor, int | None]
@@ -157,24 +171,6 @@ def _tensor_at(given: Mapping[str, Any], path: Sequence[Any]) -> _Place | None:
 
 def _row(tensor: torch.Tensor, row: int | None) -> torch.Tensor:
     return tensor if row is None else tensor[row]
-
-
-def _require_keys(args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
-    given = {**dict(zip(layout.names, args, strict=False)), **kwargs}
-    for path in layout.keys:
-        holder: Any = given
-        for number, step in enumerate(path):
-            if isinstance(holder, Mapping):
-                if step not in holder:
-                    if number:
-                        has = ", ".join(repr(key) for key in list(holder)[:12]) + (", ..." if len(holder) > 12 else "")
-                        raise InputError(f"the batch has no {place_text(path)}, which the model reads; there are {has}")
-                    break
-                holder = holder[step]
-            elif isinstance(holder, list | tuple) and isinstance(step, int) and -len(holder) <= step < len(holder):
-                holder = holder[step]
-            else:
-                break
 
 
 def deal_counts(batch: int, world_size: int) -> list[int]:

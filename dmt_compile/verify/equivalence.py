@@ -15,7 +15,7 @@ from ..adapters import torchrec_sequences
 from ..errors import DmtError, InputError, VerificationError
 from ..graphs import clone_sharing_tensors, clone_with_parameters
 from ..runtime.ids import MakeRequest
-from ..runtime.select import Bag, LocalBags
+from ..runtime.select import Bag, JaggedIds, ReadIds, split_bags
 from ..stage import Stage
 from .certificate import Certificate, Check
 from .cluster import Inputs, simulate
@@ -323,14 +323,13 @@ class Verifier:
         """Every rank's bags, by lookup."""
         towers = self.stages["towers"]
         modules = [towers.module(node) for node in towers.graph.nodes if node.op == "call_module"]
-        rounds = [self.flat.lookups.rounds[module.round] for module in modules if isinstance(module, LocalBags)]
+        sources = [module.source for module in modules if isinstance(module, ReadIds)]
+        lookups = self.flat.lookups
         found = []
-        for by_round in self._run_towers(cut_at(towers, LocalBags)):
-            bags = {}
-            for lookups, own in zip(rounds, by_round, strict=True):
-                place = lookups.bag_of
-                bags.update({x.name: own[place[x.source, x.feature]] for x in lookups.lookups})
-            found.append(bags)
+        for read in self._run_towers(cut_at(towers, ReadIds)):
+            # As they are read: a round may have empty bags behind them.
+            bags = {source: _bags_of(ids) for source, ids in zip(sources, read, strict=True)}
+            found.append({x.name: bags[lookups.sources[x.source]][x.feature] for x in lookups.lookups})
         return found
 
     @cached_property
@@ -359,10 +358,20 @@ class Verifier:
         for name in ("towers", "lowered"):
             refuse_other_layers(self.stages[name], self.flat)
             refuse_other_reads(self.stages[name])
+            if not self.flat.lookups.lookups:
+                continue
             difference = exact_difference(self.stages[name], self.inputs, self._bags, self.seed, self._later_ids)
             if difference is not None:
                 return False, f"stage {name}: {difference}"
+        if not self.flat.lookups.lookups:
+            return True, "no table is spread; stages towers and lowered are the flat model's nodes"
         return True, f"{len(self.flat.lookups.tables)} tables, stages towers and lowered"
+
+
+def _bags_of(ids: JaggedIds) -> dict[str, Bag]:
+    """The bags of every feature."""
+    weighted = range(len(ids.keys)) if ids.weights is not None else ()
+    return dict(zip(ids.keys, split_bags(ids.values, ids.lengths.long(), ids.weights, weighted), strict=True))
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import VerificationError
 from ..graphs import clone_sharing_tensors, clone_with_parameters, extras_of
-from ..lookups import Lookup, LookupOutput
+from ..lookups import ANY, Lookup, LookupOutput
 from ..runtime.base import RankContext
 from ..runtime.select import Bag
 from ..runtime.tables import TowerLookups, pool_sequence
@@ -88,7 +88,7 @@ def exact_difference(
                 return f"pooled '{lookup.name}' on rank {rank}: {difference}"
             cotangent = torch.randint(-4, 5, pooled.shape, generator=generator).double().to(pooled.device) * world
             if lookup.sequence:
-                cotangent = cotangent * lookup.sequence
+                cotangent = cotangent * _rows_per_sample(lookup, bags[rank][lookup.name])
             elif lookup.pooling == "mean":
                 lengths = _counted(bags[rank][lookup.name], lookup.padding_idx)
                 cotangent = cotangent * (lengths * ((lengths & (lengths - 1)) == 0)).unsqueeze(1)
@@ -126,9 +126,10 @@ def _plainly(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
     """A lookup in one call of torch.nn.functional, (B, dim)."""
     values, offsets = bag.values.long(), bag.offsets.long()
     if lookup.sequence:
-        rows = nn.functional.embedding(values, weight, lookup.padding_idx).reshape(len(offsets) - 1, lookup.sequence, lookup.dim)
+        shape = (len(offsets) - 1, _rows_per_sample(lookup, bag))
+        rows = nn.functional.embedding(values, weight, lookup.padding_idx).reshape(*shape, lookup.dim)
         if lookup.weighted and bag.weights is not None:
-            rows = rows * whole(bag.weights).reshape(len(offsets) - 1, lookup.sequence, 1)
+            rows = rows * whole(bag.weights).reshape(*shape, 1)
         return pool_sequence(rows, lookup.pooling)
     if lookup.pooling == "rows":
         return nn.functional.embedding(values, weight, lookup.padding_idx).reshape(len(offsets) - 1, lookup.dim)
@@ -141,6 +142,12 @@ def _plainly(lookup: Lookup, weight: torch.Tensor, bag: Bag) -> torch.Tensor:
         per_sample_weights=whole(bag.weights) if bag.weights is not None and lookup.weighted else None,
         padding_idx=lookup.padding_idx,
     )
+
+
+def _rows_per_sample(lookup: Lookup, bag: Bag) -> int:
+    samples = len(bag.offsets) - 1
+    # A maximum is not taken of no rows, not even for no samples.
+    return lookup.sequence if lookup.sequence != ANY else len(bag.values) // samples if samples else 1
 
 
 def _counted(bag: Bag, padding_idx: int | None) -> torch.Tensor:

@@ -348,15 +348,19 @@ class _Checker:
         self.restored.add(exchange.round)
         return Columns(exchange.round)
 
-    def make_output(self, module: MakeOutput, columns: Any, like: Any = None) -> Any:
+    def make_output(self, module: MakeOutput, columns: Any, like: Any = None, ids: Any = None) -> Any:
         self.expect(isinstance(columns, Columns) and columns.output is not None, "is not given the columns of one output")
         lookups = self.rounds[columns.round]
         expected = lookups.outputs[columns.output]
         self.expect(module.output == expected, f"makes the output of '{module.output.node}' from the columns of '{expected.node}'")
         dims = [lookups.lookup[name].dim for name in expected.lookups]
         self.expect(module._dims == dims, f"offers columns of widths {module._dims[:8]}, the lookups make {dims[:8]}")
-        shaped = [self.flat_name(arg) for arg in self.node.args[1:] if isinstance(arg, fx.Node)]
+        shaped = [self.flat_name(arg) for arg in self.node.args[1:2] if isinstance(arg, fx.Node)]
         self.expect(shaped == ([expected.like] if expected.like else []), f"takes the shape of {shaped}, not of {expected.like}")
+        source = lookups.sources[lookups.source_of(expected)]
+        own = ids.module if isinstance(ids, Ids) and ids.kind == "source" else ids
+        kept = own == (source if lookups.uneven else None)
+        self.expect(kept, f"does not keep as many rows as '{expected.node}' has {source.unit}s of its own")
         if expected.shape is not None:
             fixed = math.prod(size for size in expected.shape if size != -1)
             self.expect(
