@@ -231,7 +231,7 @@ def test_same_seed_same_weights() -> None:
 
 
 def test_meta_device() -> None:
-    entry = ZOO["deepfm"]
+    entry = ZOO["cross, low-rank, stacked"]
     inputs = tuple(tensor.to("meta") for tensor in entry.inputs())
     program = towerize(entry.build().to("meta"), TWO, example_inputs=inputs, tower_module=NARROW)
     assert made(program).resized == made(compiled(entry, NARROW)).resized

@@ -1,9 +1,9 @@
 """A warm start: weights of a tower model that compute what a trained flat model computes, as far as linear algebra allows.
 
-With vectors e of the flat model and z = M e of the tower modules, M with orthonormal rows, a layer that takes e with weights W takes
-z with W M^T, and one that makes a vector to be put beside them makes it with M W: along every axis that is made of vectors, the
-new weights are the old ones contracted with M. M keeps as much of the vectors seen in sample batches as any matrix of its size can
-(a truncated singular value decomposition); where nothing is compressed it keeps all.
+With vectors e of the flat model and z = M e of the tower modules, M with orthonormal rows, a layer that takes e with weights W
+takes z with W M^T, and one that makes a vector to be put beside them makes it with M W: along every axis that is made of vectors,
+the new weights are the old ones contracted with M. M keeps as much of the vectors seen in sample batches as any matrix of its size
+can (a truncated singular value decomposition); where nothing is compressed it keeps all.
 """
 
 from __future__ import annotations
