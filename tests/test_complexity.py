@@ -78,7 +78,7 @@ class TestReported:
         assert towers == flat
 
     @pytest.mark.parametrize(("dim", "reported"), [(64, 8.95), (32, 7.93), (16, 7.41), (8, 7.16)])
-    @pytest.mark.parametrize("towers", [2, 3, 4, 5, 6, 7, 8, 26])
+    @pytest.mark.parametrize("towers", [2, 4, 8, 26])
     def test_dlrm_with_a_vector_of_each_feature(self, towers: int, dim: int, reported: float) -> None:
         program = in_towers(dlrm(SHORT), towers, DLRMTower(c=1, p=0, dim=dim))
         assert megaflops(program)[1] == pytest.approx(reported, abs=0.1)
@@ -130,14 +130,14 @@ def assert_own(program: TowerProgram, model: nn.Module, args: tuple[Any, ...], k
 class TestTheModelsOwn:
     """What torch counts while the unmodified model runs on three samples, its lookups with it."""
 
-    @pytest.mark.parametrize("name", ZOO)
+    @pytest.mark.parametrize("name", list(ZOO)[::3])
     def test_interactions(self, name: str) -> None:
         entry = ZOO[name]
         model = entry.build()
         program = towerize(model, Topology(2, 1), example_inputs=entry.inputs())
         assert_own(program, model, entry.inputs(3), {})
 
-    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("name", list(CASES)[::3])
     def test_plain_lookups(self, name: str) -> None:
         case = CASES[name]
         model = case.build()

@@ -19,11 +19,11 @@ TowerModules: TypeAlias = Factory | Sequence[Factory] | Mapping[int, Factory]
 
 
 def make_modules(
-    wanted: TowerModules, plan: TowerPlan, lookups: LookupSet, names: Sequence[str], seed: int
+    wanted: TowerModules, plan: TowerPlan, lookups: LookupSet, names: Sequence[str], seed: int, device: torch.device
 ) -> tuple[tuple[TowerVectors, ...], dict[int, nn.Module]]:
     """The modules of all towers that serve any of the lookups ``names``, with what they take and make.
 
-    Every tower's module is made with a seed of its own, the same on all ranks, and tried on a few rows.
+    Every tower's module is made with a seed of its own, the same on all ranks, tried on a few rows, and moved to ``device``.
 
     Raises:
         PlanError: a module that cannot be made, does not declare ``vectors`` and ``width``, or does not make them; one that mixes
@@ -43,7 +43,7 @@ def make_modules(
         module = _make(factories[number], widths, where, seed + number, dtypes.pop())
         vectors, width = _declared(module, widths, where)
         records.append(TowerVectors(number, tuple(served), widths, vectors, width, isinstance(module, PassedVectors)))
-        modules[number] = module
+        modules[number] = module if isinstance(factories[number], nn.Module) else module.to(device)
     made = {record.width for record in records if not record.passes or len(set(record.widths)) == 1}
     if len(made) > 1:
         listed = ", ".join(f"tower {record.tower}: {record.width}" for record in records)

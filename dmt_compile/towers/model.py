@@ -103,6 +103,11 @@ def tower_model(
         return _expanded(captured, lookups, plan, wanted, seed, str(reason), inputs)
 
 
+def _home(captured: Captured, lookups: LookupSet) -> torch.device:
+    """Where the tables are."""
+    return captured.root.get_parameter(lookups.tables[0].parameter).device
+
+
 def _graphs(captured: Captured) -> dict[int, tuple[bool, fx.GraphModule]]:
     """The different graphs, with one of the modes that each is for."""
     return {id(graph): (mode, graph) for mode, graph in captured.graphs.items()}
@@ -159,7 +164,7 @@ def _resized_at(
     if len({frozenset(one.lookups) for one in sites}) > 1:
         raise Unfit("other features lie together in training than in evaluation")
     names = [name for name in lookups.lookup if name in set(sites[0].lookups)]
-    vectors, modules = make_modules(wanted, plan, lookups, names, seed)
+    vectors, modules = make_modules(wanted, plan, lookups, names, seed, _home(captured, lookups))
     if not together and not kept_count(vectors):
         raise Unfit("features are taken one by one, and the tower modules do not make one vector for each")
     made: dict[int, tuple[Inserted, NewSizes]] = {}
@@ -318,16 +323,14 @@ def _expanded(
         raise PlanError(
             "no lookup of the model makes one vector per sample, which is what tower modules take: compile without tower_module"
         )
-    vectors, modules = make_modules(wanted, plan, lookups[True], names, seed)
+    vectors, modules = make_modules(wanted, plan, lookups[True], names, seed, _home(captured, lookups[True]))
     expansions: dict[int, nn.Module] = {}
     for one in vectors:
         if not one.passes:
-            parameter = next(modules[one.tower].parameters(), None)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed + one.tower)
                 dtype = lookups[True].lookup[one.lookups[0]].dtype
-                device = parameter.device if parameter is not None else None
-                expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype, device=device)
+                expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype).to(_home(captured, lookups[True]))
     graphs = {key: insert_expanded(flat, lookups[mode], vectors) for key, (mode, flat) in _graphs(captured).items()}
     if inputs is not None:
         for one, rows in zip(vectors, seen_vectors(next(iter(graphs.values())), captured.root, inputs), strict=True):
