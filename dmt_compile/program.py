@@ -265,6 +265,11 @@ class TowerProgram(nn.Module):
         return found[mode]
 
     @property
+    def tower_model(self) -> TowerModel | None:
+        """What tower modules take and make and what was re-sized; None in a program that is the flat model."""
+        return self._dmt.tower_model
+
+    @property
     def leaves(self) -> Mapping[str, str]:
         """Submodules that were kept whole because they could not be traced, with the reason."""
         return self._dmt.captured.leaves
@@ -369,14 +374,18 @@ class TowerProgram(nn.Module):
             layouts={mode: analysis.layout for mode, analysis in self._dmt.analyses.items()},
         )
 
-    def diff(self, before: str = "flat", after: str = "sptt") -> StageDiff:
+    def diff(self, before: str = "flat", after: str | None = None) -> StageDiff:
         """What changed between two stages: a rich renderable, and text by ``str()``.
+
+        By default ``after`` is "sptt", or "modules" if there are tower modules.
 
         Raises:
             PlanError: no such stage.
         """
         from .render.diff import diff_stages
 
+        if after is None:
+            after = "modules" if "modules" in self.stages else "sptt"
         for name in (before, after):
             if name not in self.stages:
                 raise PlanError(f"stage must be one of {', '.join(self.stages)}, got {name!r}")

@@ -16,9 +16,10 @@ from ..exchange import Exchange, IdExchange
 from ..graphs import EXTRAS
 from ..runtime.pooled import JoinColumns, MakeOutput, Pack, PeerPermute, RestoreColumns
 from ..runtime.tables import RankLookups, TowerLookups
+from ..runtime.vectors import LayVectors, ReplaceColumns, TakeVectors
 from ..stage import ALL_TO_ALL, PASS, STEP, WAIT, Stage
 from .facts import IdsFacts, RowsFacts, Share, ids_facts, rows_facts, share
-from .words import counted, cut, listed
+from .words import counted, cut, listed, span, span_of
 
 _LONGEST_TEXT = 240
 _ITEMS_SHOWN = 3
@@ -139,6 +140,12 @@ class Describer:
             return f"{counted(lookups.width, 'column')} back in the flat model's order"
         if isinstance(module, MakeOutput):
             return f"the value that {module.output.node} had"
+        if isinstance(module, TakeVectors):
+            return f"{counted(len(module.names), 'vector')} of {span(span_of(module.widths))} columns: {listed(module.names, 40)}"
+        if isinstance(module, LayVectors):
+            return f"{counted(len(module.pieces), 'vector')} that towers have made, in the place of the model's"
+        if isinstance(module, ReplaceColumns):
+            return f"the value that {module.output.node} had, its columns brought back by the towers' layers"
         return ""
 
 

@@ -16,6 +16,7 @@ from ..runtime.pooled import ExchangeRows
 from .facts import EXCHANGE_NAMES, ids_facts, traffic_by_rank
 from .interactions import interaction_lines
 from .text import WIDTH, to_text
+from .towers import tower_lines
 from .words import counted, cut, listed, place, plain, ranks, short_places, size, size_span, span, span_of
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def _parts(program: TowerProgram) -> Iterator[RenderableType]:
         yield _line("every rank holds the whole model; gradients are averaged over all ranks")
     yield _title("Interactions found")
     yield from (Text(line, no_wrap=True) for line in interaction_lines(program.interactions))
+    if program.tower_model is not None:
+        yield _title("Tower modules")
+        yield from (_line(f"  {line}") for line in tower_lines(program))
     if program.replicated:
         yield from _replicated(program)
     if program.leaves:
@@ -201,7 +205,9 @@ def _rounds(lookups: LookupSet) -> Iterator[RenderableType]:
 
 def _traffic(program: TowerProgram) -> RenderableType:
     table = _table("", "AlltoAll", "ranks", "inside the host", "across hosts", left=(0, 1, 3, 4))
-    for name in ("classic", "sptt"):
+    for name in ("classic", "sptt", "modules"):
+        if name not in program.stages:
+            continue
         total = [(0, 0)] * program.topology.world_size
         found: dict[tuple[str, str], list[Exchange]] = {}
         for module in _modules(program.stages[name]):
