@@ -223,7 +223,7 @@ class Runner(fx.Interpreter):
             order = size
             if pattern.flat and size is not None:
                 root = sympy.sqrt(sympy.factor(d.symbols.of(size)))
-                if not root.is_polynomial(*root.free_symbols):
+                if not root.is_polynomial(*root.free_symbols) or not (root.free_symbols or root.is_Integer):
                     continue
                 order = d.symbols.node(sympy.expand(root))
             if order is None or d.symbols.value(d.symbols.of(order)) != pattern.order:

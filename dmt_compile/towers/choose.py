@@ -26,8 +26,8 @@ def make_modules(
     Every tower's module is made with a seed of its own, the same on all ranks, tried on a few rows, and moved to ``device``.
 
     Raises:
-        PlanError: a module that cannot be made, does not declare ``vectors`` and ``width``, or does not make them; one that mixes
-            rows, changes their number or their type; or vectors of different widths.
+        PlanError: a module that cannot be made, does not declare ``vectors`` and ``width``, or does not make them; or one that mixes
+            rows, changes their number or their type.
     """
     factories = _by_tower(wanted, len(plan.towers))
     chosen, records, modules = set(names), [], {}
@@ -44,11 +44,19 @@ def make_modules(
         vectors, width = _declared(module, widths, where)
         records.append(TowerVectors(number, tuple(served), widths, vectors, width, isinstance(module, PassedVectors)))
         modules[number] = module if isinstance(factories[number], nn.Module) else module.to(device)
-    made = {record.width for record in records if not record.passes or len(set(record.widths)) == 1}
+    return tuple(records), modules
+
+
+def refuse_widths(records: Sequence[TowerVectors]) -> None:
+    """Vectors that an interaction takes in one axis must be equally wide.
+
+    Raises:
+        PlanError: they are not.
+    """
+    made = {record.width for record in records if not record.passes or record.equal_widths}
     if len(made) > 1:
         listed = ", ".join(f"tower {record.tower}: {record.width}" for record in records)
-        raise PlanError(f"tower modules must make vectors of one width for the interaction, these make {listed}")
-    return tuple(records), modules
+        raise PlanError(f"tower modules must make vectors of one width for this interaction, these make {listed}")
 
 
 def _by_tower(wanted: TowerModules, towers: int) -> list[Factory]:

@@ -21,7 +21,7 @@ from ..lookups import LookupSet
 from ..plan import TowerPlan
 from ..resize import Derivation, NewSizes, Unfit, apply_sizes
 from ..verify.deal import Layout
-from .choose import TowerModules, make_modules
+from .choose import TowerModules, make_modules, refuse_widths
 from .insert import Inserted, insert_at_sites, insert_expanded, kept_count, pieces_of, with_arguments
 from .preserve import keep_and_bring_back, seen_vectors, set_modules, set_resized
 from .record import EXPANSIONS, HOLDER, TowerVectors
@@ -165,6 +165,8 @@ def _resized_at(
         raise Unfit("other features lie together in training than in evaluation")
     names = [name for name in lookups.lookup if name in set(sites[0].lookups)]
     vectors, modules = make_modules(wanted, plan, lookups, names, seed, _home(captured, lookups))
+    if any("vectors" in site.axes for one in sites for site in one.sites):
+        refuse_widths(vectors)
     if not together and not kept_count(vectors):
         raise Unfit("features are taken one by one, and the tower modules do not make one vector for each")
     made: dict[int, tuple[Inserted, NewSizes]] = {}
