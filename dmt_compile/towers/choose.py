@@ -26,8 +26,8 @@ def make_modules(
     Every tower's module is made with a seed of its own, the same on all ranks, tried on a few rows, and moved to ``device``.
 
     Raises:
-        PlanError: a module that cannot be made, does not declare ``vectors`` and ``width``, or does not make them; or one that mixes
-            rows, changes their number or their type.
+        PlanError: a module that cannot be made, does not declare ``vectors`` and ``width``, or does not make them; one that
+            mixes rows, changes their number or their type.
     """
     factories = _by_tower(wanted, len(plan.towers))
     chosen, records, modules = set(names), [], {}
