@@ -177,8 +177,11 @@ class ReplacedOutput(nn.Module):
 
     def forward(self, *given: torch.Tensor) -> object:
         parts = [given[number].narrow(1, start, width) for number, start, width in self.places]
-        like = given[-1] if self.make.output.like is not None else None
-        return self.make(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), like)
+        columns = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if self.make.output.shape is not None:
+            # As what it stands for: layers behind would else add up in another order.
+            columns = columns.contiguous()
+        return self.make(columns, given[-1] if self.make.output.like is not None else None)
 
 
 def places_of(lookups: LookupSet, names: Sequence[str]) -> dict[str, tuple[int, int]]:
