@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -145,7 +146,7 @@ def test_steps_equal_one_device(ranks: Ranks, case: str, grid: Grid, tower: str,
         assert worst <= 4 * STEPS, (name, worst)
         assert all(torch.equal(value, full[name]) for name, value in named.items())
         assert all(name.startswith("dmt_towers.") for name in own)
-    assert furthest(initial, state)[0] > 1000 * STEPS
+    assert furthest(initial, state)[0] > 500 * STEPS
     trained = {name.split(".")[1] for name in state if name.startswith("dmt_towers.")}
     assert {name.split(".")[1] for one in found for name in one[2]} == trained
 
@@ -167,8 +168,8 @@ def bytes_on_ranks(grid: Grid, tower: str | None) -> int:
 
 def test_only_what_the_modules_make_crosses_hosts(ranks: Ranks) -> None:
     flat, halved = sum(ranks(4, bytes_on_ranks, (2, 2, 2), None)), sum(ranks(4, bytes_on_ranks, (2, 2, 2), "each"))
-    # Vectors of 8 made vectors of 4, each way 4 bytes x 40 columns x 4 samples x half of the ranks: from 5120 to 2560 bytes in all.
-    assert flat - halved == 2560
+    # Of 40 columns 20 are left: 4 ranks send 4 samples to their one peer, half of the columns each, 4 bytes a value, and back.
+    assert flat - halved == 20 // 2 * 4 * 4 * 4 * 2
     kept = sum(ranks(4, bytes_on_ranks, (2, 2, 2), "pass"))
     assert kept == flat
 
@@ -368,16 +369,13 @@ def test_checkpoints_on_another_grid_of_as_many_towers(ranks: Ranks) -> None:
 
 
 def materialise_on_ranks(where: str) -> Tensors:
-    """Runs on a rank: a model on the meta device, trained for a step."""
-    case = CASES["dot"]
-    with torch.device("meta"):
-        model = case.build()
-    made = program("dot", (2, 2, 2), "both")
-    compiled = dmt_compile.towerize(model, Topology(2, 2), towers=made.plan, tower_module=_both(where))
-    module = compiled.distribute(device="cpu")
+    """Runs on a rank: the full state of a model on the meta device, after a backward."""
+    model = models.torchrec_model("DLRM", device="meta")
+    module = dmt_compile.towerize(model, Topology(2, 2), tower_module=_both(where)).distribute(device="cpu")
     assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    objective(module(*case.inputs(2, dist.get_rank()))).backward()
-    assert all(bool(p.grad.isfinite().all()) for p in module.tower_parameters())
+    objective(module(*CASES["torchrec"].inputs(2, dist.get_rank()))).backward()
+    gradients = [p.grad for p in module.tower_parameters()]
+    assert len(gradients) == 4 and all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
     full = module.full_state_dict()
     module.close()
     return full
