@@ -53,7 +53,7 @@ def test_the_message_names_the_users_line() -> None:
 class TestContracts:
     def test_a_pass_takes_its_own_stage_only(self) -> None:
         stages = towerize(PooledOnly(table("a", ["x"])), Topology(2, 2)).stages
-        for graph_pass, name in zip(pipeline.PIPELINE, ("towers", "classic", "sptt", "lowered"), strict=True):
+        for graph_pass, name in zip(pipeline.PIPELINE, ("towers", "classic", "sptt", "modules", "lowered"), strict=True):
             with pytest.raises(PassError, match=f"pass '{graph_pass.name}' takes stage '{graph_pass.takes}', got '{name}'"):
                 graph_pass.apply(stages[name])
 

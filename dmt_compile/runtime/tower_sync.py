@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ..plan import TowerPlan
@@ -122,7 +122,7 @@ def _averaged(module: nn.Module, group: ProcessGroup, world: int, find_unused: b
         gradient_as_bucket_view=True,
     )
 
-    def add_up(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def add_up(state: object, bucket: Any) -> Any:
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
         assert work is not None
         # One division of the whole sum keeps whole numbers whole.

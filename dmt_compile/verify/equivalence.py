@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..adapters import torchrec as torchrec_adapter
-from ..adapters import torchrec_sequences
 from ..errors import DmtError, InputError, VerificationError
-from ..graphs import clone_sharing_tensors, clone_with_parameters
+from ..graphs import clone_sharing_tensors
 from ..runtime.ids import MakeRequest
 from ..runtime.select import Bag, LocalBags
 from ..stage import Stage
 from .certificate import Certificate, Check
 from .cluster import Inputs, simulate
 from .compare import bits_differ, cancellation, excess, furthest, furthest_change, tensors_in, tolerance
+from .copies import Copies, Gradients, dense
 from .exact import exact_difference, refuse_other_reads
 from .layout import check_layout
 from .sizes import SizesSeen, wrong_size
@@ -27,7 +25,6 @@ from .surgery import cut_at, cut_at_names, made_outputs, refuse_other_layers, wi
 from .tower_outputs import Columns, by_tower, column_nodes, largest_difference, towers_draw, watch_columns
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Gradients = dict[str, torch.Tensor | None]
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -35,35 +32,10 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-@dataclass
-class _Copies:
-    """A copy of the model to train: one set of parameters, and per rank a module tree with buffers of its own."""
-
-    parameters: dict[str, nn.Parameter]
-    roots: list[nn.Module]
-
-    @classmethod
-    def of(cls, root: nn.Module, world_size: int) -> _Copies:
-        base = clone_with_parameters(root)
-        roots = [clone_sharing_tensors(base, copy_buffers=True) for _ in range(world_size)]
-        for copy in roots:
-            torchrec_adapter.accept_empty_batches(copy)
-            torchrec_sequences.accept_empty_batches(copy)
-        return cls(dict(base.named_parameters()), roots)
-
-    def gradients(self) -> Gradients:
-        grads = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: _dense(grad) if grad is not None else None for name, grad in grads.items()}
-
-    def clear(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-
 class Verifier:
     """The checks behind :meth:`TowerProgram.verify`.
 
-    The reference is the user's own forward, on every rank's own samples, of which there are ``sizes``; the objective is the mean
+    The reference is the user's own forward, or that of the tower model, on every rank's own samples, of which there are ``sizes``; the objective is the mean
     over ranks.
     """
 
@@ -159,7 +131,7 @@ class Verifier:
         with torch.no_grad():
             return self._flat_outputs(copies)
 
-    def _flat_outputs(self, copies: _Copies) -> list[Any]:
+    def _flat_outputs(self, copies: Copies) -> list[Any]:
         outputs = []
         for rank, (args, kwargs) in enumerate(self.inputs):
             with torch.random.fork_rng(devices=[]):
@@ -188,8 +160,8 @@ class Verifier:
     def _other_rows(self) -> str:
         still = ", dropout in towers off" if self._towers_draw else ""
         return (
-            f"tower columns within {tolerance(torch.float32):.1e} of the largest (float32{still}): towers multiply more rows at once, "
-            "sums change order; the rest bit for bit, given the model's tower columns"
+            f"tower columns within {tolerance(torch.float32):.1e} of the largest (float32{still}): towers multiply more rows at "
+            "once, sums change order; the rest bit for bit, given the model's tower columns"
         )
 
     def moved_outputs(self, name: str, expected: Sequence[Any]) -> tuple[bool, str]:
@@ -227,9 +199,9 @@ class Verifier:
     def _towers_draw(self) -> bool:
         return self.moved and towers_draw(clone_sharing_tensors(self.flat.root, copy_buffers=True), self.flat)
 
-    def _copies(self) -> _Copies:
-        """A copy of the model to run. Towers' modules that draw random numbers draw none in it: they see other rows on every rank."""
-        copies = _Copies.of(self.flat.root, self.world)
+    def _copies(self) -> Copies:
+        """A copy of the model to run. Towers' modules that draw random numbers draw none in it: they run on other rows."""
+        copies = Copies.of(self.flat.root, self.world)
         for root in copies.roots if self._towers_draw else ():
             for record in self.flat.vectors:
                 root.get_submodule(record.target).eval()
@@ -326,7 +298,7 @@ class Verifier:
                 which = "the flat model but not in the program" if gradient is not None else "the program but not in the flat model"
                 raise VerificationError(f"'{name}' gets a gradient in {which}")
 
-    def _flat_backward(self, flat: _Copies) -> dict[str, torch.Tensor]:
+    def _flat_backward(self, flat: Copies) -> dict[str, torch.Tensor]:
         """Rank by rank; the sums over the ranks of the absolute gradients, which say how large the terms were."""
         terms: dict[str, torch.Tensor] = {}
         total: dict[str, torch.Tensor] = {}
@@ -340,14 +312,14 @@ class Verifier:
                 raise VerificationError(f"the flat model itself cannot run backward: {str(error).splitlines()[0]}") from error
             for name, parameter in flat.parameters.items():
                 if parameter.grad is not None:
-                    size = _dense(parameter.grad).detach().abs()
+                    size = dense(parameter.grad).detach().abs()
                     terms[name] = terms[name] + size if name in terms else size
                     total[name] = total[name] + parameter.grad if name in total else parameter.grad
         for name, gradient in total.items():
             flat.parameters[name].grad = gradient
         return terms
 
-    def _program_backward(self, name: str, program: _Copies) -> None:
+    def _program_backward(self, name: str, program: Copies) -> None:
         outputs = simulate(self.stages[name], self.inputs, program.roots, self.seed)
         objectives = [one for one in self._objectives(outputs) if one is not None]
         torch.stack(objectives).sum().backward()
@@ -424,10 +396,6 @@ class Verifier:
             if difference is not None:
                 return False, f"stage {name}: {difference}"
         return True, f"{len(self.flat.lookups.tables)} tables, stages {' and '.join(covered)}"
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x.to_dense() if x.is_sparse else x
 
 
 _EXCHANGING = ("classic", "sptt", "modules", "lowered")

@@ -37,8 +37,8 @@ def wrong_size(
 ) -> tuple[int, int, str | None]:
     """How many recorded shapes were compared, how many depend on the data, and the first that is not what is there.
 
-    A tensor's shape must be that of the ``reference`` stage's on the same samples, and the recorded one. Where that stage's own is not
-    the recorded one, the example inputs did not show that it depends on the values of the inputs, and nothing is wrong.
+    A tensor's shape must be that of the stage ``reference`` on the same samples, and the recorded one. Where that stage's own is
+    not the recorded one, the example inputs did not show that it depends on the values of the inputs, and nothing is wrong.
     """
     compared: set[str] = set()
     free: set[str] = set()

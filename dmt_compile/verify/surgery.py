@@ -43,8 +43,19 @@ def cut_at_outputs(stage: Stage, given: Sequence[str] = ()) -> Stage:
 
 
 def with_given(stage: Stage, given: Sequence[str]) -> Stage:
-    """The stage's graph, but the nodes called ``given`` are not computed: their values come from outside, see :func:`simulate`."""
-    return _cut(stage, lambda nodes: nodes[-1].args[0], given)
+    """The stage's whole graph, but what reads the nodes called ``given`` gets values from outside, see :func:`simulate`."""
+    graph = copy_graph(stage.graph)
+    _give(graph, given, ())
+    return replace(stage, graph_module=graph_module_over(stage.root, graph, extras_of(stage.graph_module), "Given"))
+
+
+def _give(graph: fx.Graph, given: Sequence[str], except_to: Sequence[fx.Node]) -> None:
+    for node in list(graph.nodes):
+        if node.name in given:
+            with graph.inserting_before(node):
+                outside = graph.call_function(_given)
+            outside.meta[GIVEN] = node.name
+            node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in except_to)
 
 
 def made_outputs(stage: Stage) -> dict[str, str]:
@@ -77,12 +88,7 @@ def _cut(stage: Stage, choose: Callable[[Sequence[fx.Node]], Any], given: Sequen
     graph = copy_graph(stage.graph)
     (output,) = [n for n in graph.nodes if n.op == "output"]
     output.args = (choose(list(graph.nodes)),)
-    for node in list(graph.nodes):
-        if node.name in given:
-            with graph.inserting_before(node):
-                outside = graph.call_function(_given)
-            outside.meta[GIVEN] = node.name
-            node.replace_all_uses_with(outside, delete_user_cb=lambda user: user is not output)
+    _give(graph, given, (output,))
     needed, stack = {output}, [output]
     while stack:
         for used in stack.pop().all_input_nodes:

@@ -51,8 +51,8 @@ def arrive(check: _Checker, module: TowerColumns, blocks: Any) -> FromTower:
     made = isinstance(blocks, Blocks) and blocks.sent is not None
     check.expect(made, "takes a tower's columns from blocks that no tower's module has made")
     exchange, record = blocks.exchange, next((one for one in check.stage.vectors if one.tower == module.tower), None)
-    if record is None:
-        check.fail(f"takes the columns of tower {module.tower}, which has no module")
+    check.expect(record is not None, f"takes the columns of tower {module.tower}, which has no module")
+    assert record is not None
     grid = check.plan.grid
     for rank in range(grid.ranks_per_tower):
         # Ranks at the same place of other towers have the same peers.
