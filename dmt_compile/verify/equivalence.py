@@ -35,8 +35,8 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 class Verifier:
     """The checks behind :meth:`TowerProgram.verify`.
 
-    The reference is the user's own forward, or that of the tower model, on every rank's own samples, of which there are ``sizes``; the objective is the mean
-    over ranks.
+    The reference is the user's own forward, or that of the tower model, on every rank's own samples, of which there are ``sizes``;
+    the objective is the mean over ranks.
     """
 
     def __init__(
