@@ -151,6 +151,57 @@ def test_steps_equal_one_device(ranks: Ranks, case: str, grid: Grid, tower: str,
     assert {name.split(".")[1] for one in found for name in one[2]} == trained
 
 
+class Whole(nn.Module):
+    """All values are whole numbers, so that sums over samples do not depend on their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 4) for _ in range(4))
+        self.top = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([table(x[:, i]) for i, table in enumerate(self.tables)], dim=1))
+
+
+def _whole_program() -> dmt_compile.TowerProgram:
+    from dmt_compile.towers.modules import DLRMTower
+
+    example = (torch.arange(20).reshape(5, 4) % 9,)
+    compiled = dmt_compile.towerize(Whole(), Topology(2, 3), towers=2, example_inputs=example, tower_module=DLRMTower(1, 1, 4))
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in compiled.parameters():
+            parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=draw))
+    return compiled
+
+
+def _whole_inputs(rank: int) -> torch.Tensor:
+    return torch.randint(0, 9, (1 + rank % 3, 4), generator=torch.Generator().manual_seed(rank))
+
+
+def whole_on_ranks() -> Tensors:
+    """Runs on a rank: gradients of the sum of the outputs."""
+    module = _whole_program().distribute()
+    module(_whole_inputs(dist.get_rank())).sum().backward()
+    found = gradients_of(module)
+    module.close()
+    return found
+
+
+def test_gradients_of_whole_numbers_have_the_same_bits(ranks: Ranks) -> None:
+    """Sums over six ranks, divided once by six: a mean of means over a tower's three ranks would round twice."""
+    found = ranks(6, whole_on_ranks)
+    compiled = _whole_program()
+    model = clone_with_parameters(compiled.stages["model"].root)
+    torch.stack([model(_whole_inputs(rank)).sum() for rank in range(6)]).sum().backward()
+    mine = _merged(found, [0, 0, 0, 1, 1, 1], [table.parameter for table in compiled.lookups.tables])
+    towers = {name: p.grad for name, p in model.named_parameters() if name.startswith("dmt_towers.") and p.grad is not None}
+    assert len(towers) == 8
+    for name, gradient in towers.items():
+        assert bool((gradient == gradient.round()).all()) and bool(gradient.any())
+        assert torch.equal(mine[name], gradient / 6), name
+
+
 def bytes_on_ranks(grid: Grid, tower: str | None) -> int:
     """Runs on a rank: what one forward and backward sends across hosts."""
     case = CASES["dot"]
@@ -366,6 +417,40 @@ def test_checkpoints_on_another_grid_of_as_many_towers(ranks: Ranks) -> None:
     here = program("dot", (2, 2, 2), "own")
     here.load_state_dict(full)
     assert all(torch.equal(value, full[key]) for key, value in here.state_dict().items())
+
+
+def optimizer_on_ranks(grid: Grid, folder: str, load: bool) -> Tensors:
+    """Runs on a rank: what an optimizer keeps for the tower's module, after a step or out of a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    module = program("dot", grid, "both").distribute()
+    adam = torch.optim.Adam(module.parameters(), lr=0.01)
+    if load:
+        state = module.optimizer_state_dict(adam)
+        dcp.load(state, checkpoint_id=folder)
+        module.load_optimizer_state_dict(adam, state)
+    else:
+        objective(module(*CASES["dot"].inputs(3, dist.get_rank()))).backward()
+        adam.step()
+        dcp.save(module.optimizer_state_dict(adam), checkpoint_id=folder)
+    names = {id(p): name for name, p in module.named_parameters()}
+    own = {id(p) for p in module.tower_parameters()}
+    kept = {
+        f"{names[id(p)]} {key}": value.clone() for p, state in adam.state.items() if id(p) in own for key, value in state.items()
+    }
+    module.close()
+    return kept
+
+
+def test_optimizer_state_of_a_tower_on_another_grid(ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = ranks(4, optimizer_on_ranks, (2, 2, 2), folder, False)
+        loaded = ranks(2, optimizer_on_ranks, (2, 1, 2), folder, True)
+    for tower in range(2):
+        mine, its = loaded[tower], saved[2 * tower]
+        assert mine.keys() == its.keys() and len(its) == 4 * 3
+        assert all(torch.equal(value, its[key]) for key, value in mine.items())
+        assert all(torch.equal(value, its[key]) for key, value in saved[2 * tower + 1].items())
 
 
 def materialise_on_ranks(where: str) -> Tensors:

@@ -162,10 +162,10 @@ def raw_columns_in_another_order(m: Mutant) -> None:
 
 
 EVERYWHERE: tuple[Callable[[Mutant], None], ...] = (
-    module_of_another_tower, one_module_for_all, no_module_in_the_first_tower, no_module, module_twice, features_in_another_order, columns_of_other_features,
-    no_shuffle, before_the_tower_exchange, widths_of_the_tables, widths_of_other_towers, columns_too_many,
-    towers_exchanged_on_arrival, one_tower_twice, towers_laid_out_in_another_order, raw_columns_that_nobody_needs,
-    rounded_to_half, before_the_shuffle,
+    module_of_another_tower, one_module_for_all, no_module_in_the_first_tower, no_module, module_twice, features_in_another_order,
+    columns_of_other_features, no_shuffle, before_the_shuffle, before_the_tower_exchange, widths_of_the_tables,
+    widths_of_other_towers, columns_too_many, towers_exchanged_on_arrival, one_tower_twice, towers_laid_out_in_another_order,
+    raw_columns_that_nobody_needs, rounded_to_half,
 )  # fmt: skip
 BESIDE: tuple[Callable[[Mutant], None], ...] = (
     raw_columns_left_out, raw_columns_of_others, raw_columns_read_from_the_first, raw_columns_in_another_order,

@@ -33,17 +33,19 @@ class RankModule(nn.Module):
     """What a rank trains. Call it with the rank's local batch, as the flat model is called.
 
     The objective is the mean over ranks of each rank's mean loss: after ``backward()`` every gradient is that of the
-    objective. Table gradients are complete on the table's owner; dense gradients are averaged over all ranks during
-    backward. Batches may differ in size between ranks and may be empty; every rank must run every step. Buffers (running
-    statistics) are each rank's own, as the flat model would have them on that rank's samples. As with DistributedDataParallel,
-    a forward is followed by one backward, else it runs under :meth:`no_sync`; a second backward is refused.
+    objective. Table gradients are complete on the table's owner, those of a tower's module on all ranks of the tower; dense
+    gradients are averaged over all ranks during backward. Batches may differ in size between ranks and may be empty; every rank
+    must run every step. Buffers (running statistics) are each rank's own, as the flat model would have them on that rank's
+    samples. As with DistributedDataParallel, a forward is followed by one backward, else it runs under :meth:`no_sync`; a second
+    backward is refused.
 
     A rank that cannot use its batch tells the others before anything is exchanged: all raise, and the next step may follow. A
     failure later in the step ends the module on all ranks: those that wait for the failed rank get an error at once, the rest
     when their wait times out.
 
-    ``state_dict()`` has the flat model's keys, less the tables of other ranks; a parameter that holds tables of several ranks
-    stands in it as :class:`RowShards`. :meth:`full_state_dict` gathers all tables, and ``load_state_dict`` takes either.
+    ``state_dict()`` has the flat model's keys, less the tables of other ranks and the modules of other towers; a parameter that
+    holds tables of several ranks stands in it as :class:`RowShards`. :meth:`full_state_dict` gathers all of them, and
+    ``load_state_dict`` takes either.
     """
 
     def __init__(
