@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from distributed_cases import Tensors, copied, gradients_of, objective, optimizer
 from ranks import Ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from tower_models import CASES, UserTower, program
 
 import dmt_compile
@@ -482,6 +484,66 @@ def test_a_model_without_values(ranks: Ranks, where: str) -> None:
     for full in found:
         assert all(torch.equal(value, found[0][name]) for name, value in full.items())
     assert sum(name.startswith("dmt_towers.") for name in found[0]) == 8
+
+
+class Failing(UserTower):
+    """Raises on one rank, in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized() and dist.get_rank() == 1 and self.training:
+            raise ArithmeticError("spam")
+        return super().forward(x)
+
+
+def fail_on_ranks() -> list[str]:
+    """Runs on a rank: what two steps raise where the tower's module fails on rank 1."""
+    case = CASES["dot"]
+    compiled = dmt_compile.towerize(case.build(), Topology(2, 2), example_inputs=case.inputs(6, 7), tower_module=Failing)
+    module = compiled.distribute()
+    messages = []
+    for _ in range(2):
+        with pytest.raises((ArithmeticError, RuntimeError)) as caught:
+            objective(module(*case.inputs(2, dist.get_rank()))).backward()
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    return messages
+
+
+def test_a_module_that_fails_on_one_rank_ends_the_step_on_all(ranks: Ranks) -> None:
+    """Ranks 1 and 3 are peers; 0 and 2 end their forward without them, and learn of it in backward."""
+    for rank, (first, second) in enumerate(ranks(4, fail_on_ranks)):
+        if rank == 1:
+            assert first == "ArithmeticError: spam"
+        elif rank == 3:
+            assert first.startswith("DistributedError: another rank failed")
+        else:
+            assert first.startswith(("RuntimeError", "DistributedError")), first
+        if rank % 2:
+            assert second.startswith("DistributedError: this module cannot run any more"), (rank, second)
+
+
+def checkpointed_on_ranks() -> list[Tensors]:
+    """Runs on a rank: gradients of two steps, whose activations are computed once more in backward."""
+    module = program("dot", (2, 2, 2), "both").distribute()
+    found = []
+    for step in range(2):
+        module.zero_grad()
+        given = CASES["dot"].inputs(2, 10 * step + dist.get_rank())
+        objective(checkpoint(functools.partial(module, *given), use_reentrant=False)).backward()
+        found.append(gradients_of(module))
+    module.close()
+    return found
+
+
+def test_checkpointed_activations(ranks: Ranks) -> None:
+    found = ranks(4, checkpointed_on_ranks)
+    compiled = program("dot", (2, 2, 2), "both")
+    tables = [table.parameter for table in compiled.lookups.tables]
+    for step in range(2):
+        model = clone_with_parameters(compiled.stages["model"].root)
+        losses = [objective(model(*CASES["dot"].inputs(2, 10 * step + rank))) for rank in range(4)]
+        (torch.stack(losses).sum() / 4).backward()
+        worst, name = furthest(_merged([own[step] for own in found], [0, 0, 1, 1], tables), gradients_of(model))
+        assert worst <= 1, (step, name, worst)
 
 
 def disagree_on_ranks() -> str:

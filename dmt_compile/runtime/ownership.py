@@ -36,7 +36,7 @@ def prune(root: nn.Module, stage: Stage, rank: int) -> Pruned:
     shards = stage.lookups.shards
     first = {id(root.get_parameter(key)): key for key in shards}
     mine = {key: [table for table in tables if table.name in own] for key, tables in shards.items()}
-    foreign = set(drop_other_towers(root, stage.plan.grid.tower_of(rank)) if stage.vectors else ())
+    foreign = set(drop_other_towers(root, stage, rank))
     aliases: dict[str, str] = {}
     bases: dict[str, int] = {}
     narrow: dict[int, Narrow] = {}

@@ -74,7 +74,7 @@ class RankModule(nn.Module):
         self._group = group
         own = {id(root.get_parameter(stage.lookups.table[name].parameter)) for name in stage.plan.tables_of_rank[context.rank]}
         self._table_names = tuple(name for name, parameter in root.named_parameters() if id(parameter) in own)
-        self._tower = TowerSync(root, stage.plan, context.rank, groups.tower, find_unused_parameters)
+        self._tower = TowerSync(root, stage, context.rank, groups.tower, find_unused_parameters)
         context.tower = self._tower.runner
         graphs = _compiled(stages, context, groups)
         # Held in a tuple: their parameters are already registered above, under the flat model's names.
@@ -385,7 +385,7 @@ def distribute(
         home = torch.empty(0, device=device).device if device is not None else home
         materialize(root, stage.lookups, home, pruned.narrow)
         # A tower's module may have been made with values although the model has none.
-        if (made := own_module(root, stage.plan.grid.tower_of(rank))) is not None:
+        if (made := own_module(root, stage, rank)) is not None:
             made.to(home)
     refuse_device(dist.get_backend_config(group), home)
     groups = TowerGroups.create(group, stage.plan.grid, timeout or timeout_of(group, home), number)

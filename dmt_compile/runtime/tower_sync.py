@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..plan import TowerPlan
+from ..stage import Stage
 from ..towers.record import HOLDER
 
 
@@ -24,25 +24,28 @@ class TowerSync:
     gradient of the sum of all ranks' losses; the objective is their mean.
     """
 
-    def __init__(self, root: nn.Module, plan: TowerPlan, rank: int, group: ProcessGroup, find_unused: bool) -> None:
-        self._plan = plan
-        self._any = HOLDER in root._modules
+    def __init__(self, root: nn.Module, stage: Stage, rank: int, group: ProcessGroup, find_unused: bool) -> None:
+        plan = self._plan = stage.plan
+        self._any = bool(stage.vectors)
         self._rank = rank
         self.tower = plan.grid.tower_of(rank)
-        self._module = own_module(root, self.tower)
-        self.parameters = () if self._module is None else tuple(self._module.parameters())
-        self.ids = frozenset(id(tensor) for tensor in (*self.parameters, *(self._module.buffers() if self._module else ())))
+        self._module = own_module(root, stage, rank)
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        self.ids: frozenset[int] = frozenset()
         self.runner: nn.Module | None = None
         if self._module is None:
             return
-        copy_from_first([*self.parameters, *self._module.buffers()], group)
+        self.parameters = tuple(self._module.parameters())
+        tensors = [*self.parameters, *self._module.buffers()]
+        self.ids = frozenset(map(id, tensors))
+        copy_from_first(tensors, group)
         if any(parameter.requires_grad for parameter in self.parameters):
             self.runner = _averaged(self._module, group, plan.topology.world_size, find_unused)
 
     @property
     def first(self) -> bool:
         """Whether this rank is the first of its tower, which speaks for it where each tower counts once."""
-        return self._rank == self._plan.towers[self.tower].ranks[0]
+        return self._rank == self._plan.grid.tower_ranks(self.tower)[0]
 
     def synchronises(self) -> bool:
         """Whether the next backward is to add gradients up."""
@@ -58,8 +61,8 @@ class TowerSync:
         # The type may have been changed since the program was compiled; what is no tensor travels at once.
         dist.all_gather_object(told, {key: _told(value) for key, value in mine.items()}, group=group)
         found: dict[str, Any] = {}
-        for tower in self._plan.towers:
-            source = tower.ranks[0]
+        for tower in range(self._plan.grid.towers):
+            source = self._plan.grid.tower_ranks(tower)[0]
             for key, (shape, value) in told[source].items():
                 if shape is None:
                     found[key] = copy.deepcopy(value)
@@ -84,19 +87,20 @@ def _told(value: Any) -> tuple[Any, Any]:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (None, value)
 
 
-def own_module(root: nn.Module, tower: int) -> nn.Module | None:
-    """A tower's module in a tower model's tree, None if the tower has none."""
-    holder = root._modules.get(HOLDER)
-    return None if holder is None else holder._modules.get(str(tower))
+def own_module(root: nn.Module, stage: Stage, rank: int) -> nn.Module | None:
+    """The module of a rank's tower in a tower model's tree, None if the tower has none."""
+    tower = stage.plan.grid.tower_of(rank)
+    return next((root.get_submodule(one.target) for one in stage.vectors if one.tower == tower), None)
 
 
-def drop_other_towers(root: nn.Module, tower: int) -> frozenset[str]:
-    """Remove the modules of all towers but one; the state-dict keys that are gone."""
-    holder = root._modules.get(HOLDER)
-    if holder is None:
+def drop_other_towers(root: nn.Module, stage: Stage, rank: int) -> frozenset[str]:
+    """Remove the modules of all towers but a rank's own; the state-dict keys that are gone."""
+    if not stage.vectors:
         return frozenset()
-    gone = [key for key in holder.state_dict(keep_vars=True) if key.partition(".")[0] != str(tower)]
-    for number in [number for number in holder._modules if number != str(tower)]:
+    tower = str(stage.plan.grid.tower_of(rank))
+    holder = root.get_submodule(HOLDER)
+    gone = [key for key in holder.state_dict(keep_vars=True) if key.partition(".")[0] != tower]
+    for number in [number for number in holder._modules if number != tower]:
         del holder._modules[number]
     return frozenset(f"{HOLDER}.{key}" for key in gone)
 
