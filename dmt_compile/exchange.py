@@ -56,7 +56,8 @@ class Exchange:
     """An AlltoAll of pooled rows along one axis of the tower grid (section 3.1).
 
     ``axis`` names the process group: "world" (classic scheme), "tower" (step d) or "peer" (step g). ``widths`` holds the
-    number of pooled columns that each rank's tables make, ``itemsize`` the bytes of one value. A rank cuts its rows into one
+    number of pooled columns that each rank's tables make, ``itemsize`` the bytes of one value. Where towers' modules run before the
+    exchange among peers, ``tower_widths`` holds the number of columns that each tower sends instead. A rank cuts its rows into one
     run per member of its group and sends every run with all its columns; all sizes may differ. ``unit`` is what a row belongs to,
     ``round`` the number of the round of exchanges, of ``rounds``.
     """
@@ -68,6 +69,7 @@ class Exchange:
     unit: Unit = "sample"
     round: int = 0
     rounds: int = 1
+    tower_widths: tuple[int, ...] | None = None
 
     def members(self, rank: int) -> Sequence[int]:
         """The ranks of ``rank``'s group, in group order."""
@@ -106,7 +108,9 @@ class Exchange:
         return [Block(rows, self.owners(member)) for member in self.members(rank)]
 
     def width(self, owners: Sequence[int]) -> int:
-        """Pooled columns of ``owners`` together."""
+        """Columns of ``owners`` together; with ``tower_widths``, of the tower whose ranks they are."""
+        if self.tower_widths is not None:
+            return self.tower_widths[self.grid.tower_of(owners[0])]
         return sum(self.widths[owner] for owner in owners)
 
     def sizes(self, blocks: Sequence[Block], batch_sizes: Sequence[int]) -> list[int]:

@@ -102,6 +102,10 @@ class GraphPass(abc.ABC):
     requires: ClassVar[tuple[Condition, ...]] = ()
     ensures: ClassVar[tuple[Condition, ...]] = ()
 
+    def applies(self, stage: Stage) -> bool:
+        """Whether the pipeline is to run this pass on a stage, or to go on to the next one."""
+        return True
+
     @abc.abstractmethod
     def rewrite(self, draft: Draft) -> None:
         """Change the draft in place."""

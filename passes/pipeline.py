@@ -9,6 +9,7 @@ from .classic import ClassicExchange
 from .lower import Lower
 from .split_towers import SplitTowers
 from .sptt import Sptt
+from .tower_modules import TowerModules
 
 PIPELINE: tuple[GraphPass, ...] = (
     # First, because it turns every way to write a lookup into one normal form, on one device, where it is easiest to compare.
@@ -17,6 +18,9 @@ PIPELINE: tuple[GraphPass, ...] = (
     ClassicExchange(),
     # On declared exchanges, where who sends which rows to whom can be read off a record.
     Sptt(),
+    # Behind SPTT, because only behind the shuffle does a rank have all of its tower's columns; on declared exchanges, because it
+    # changes what one of them carries.
+    TowerModules(),
     # Last, because collectives, waits and their schedule must not be looked through by a rewrite.
     Lower(),
 )
@@ -31,6 +35,8 @@ def run(flat: Stage) -> dict[str, Stage]:
     stages = {flat.name: flat}
     stage = flat
     for graph_pass in PIPELINE:
+        if not graph_pass.applies(stage):
+            continue
         stage = graph_pass.apply(stage)
         stages[stage.name] = stage
     return stages

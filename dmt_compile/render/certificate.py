@@ -23,12 +23,13 @@ _REMARK = re.compile(r" \([^()]*\)$")
 
 def certificate_renderable(certificate: Certificate) -> RenderableType:
     """A headline and the checks; the text of a failed check follows in full."""
-    verdict = "equals the flat model" if certificate.passed else "DIFFERS from the flat model"
+    reference = certificate.reference
+    verdict = f"equals the {reference}" if certificate.passed else f"DIFFERS from the {reference}"
     sizes = certificate.batch_sizes
     shown = ", ".join(map(str, sizes[:_MOST_SIZES])) + (f", ... ({len(sizes):,} ranks)" if len(sizes) > _MOST_SIZES else "")
     return Group(
         Text(f"Certificate: {plain(certificate.subject)} {verdict}", "bold green" if certificate.passed else "bold red"),
-        Text(f"plan {certificate.plan_hash[:12]}; each rank against the flat model on its own samples: {shown}"),
+        Text(f"plan {certificate.plan_hash[:12]}; each rank against the {reference} on its own samples: {shown}"),
         *_checks(certificate),
         *_failures(certificate),
     )

@@ -210,7 +210,11 @@ class _Layout:
         if stepped or rows:
             yield Text()
         if stepped:
-            yield Text("a to g: the steps of SPTT, DMT paper section 3.1 (f is a tower module, section 3.2).", "dim")
+            modules = any(node.step == "f" for node in shown)
+            if modules:
+                yield Text("a to g: the steps of SPTT, DMT paper section 3.1; f: tower modules, 3.2.", "dim")
+            else:
+                yield Text("a to g: the steps of SPTT, DMT paper section 3.1 (f, a tower module, is not part of it).", "dim")
         if rows:
             yield Text("B: samples on a rank. Bytes: what a rank sends forward to others for one", "dim")
             yield Text("sample on every rank; a..b: smallest and largest over the ranks or towers.", "dim")

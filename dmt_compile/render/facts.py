@@ -77,7 +77,7 @@ def traffic_by_rank(exchange: Exchange, topology: Topology) -> list[tuple[int, i
     with all their columns: what rank 0 sends for one column, times the columns. Asking rank by rank is quadratic in the world.
     """
     world = exchange.grid.world_size
-    unit = replace(exchange, widths=(1,) * world)
+    unit = replace(exchange, widths=(1,) * world, tower_widths=None)
     columns = unit.width(unit.owners(0))
     inside, across = (total // columns for total in unit.traffic(0, topology, (1,) * world))
     return [(inside * width, across * width) for width in _columns_sent(exchange)]
@@ -91,8 +91,8 @@ def rows_facts(exchange: Exchange, topology: Topology) -> RowsFacts:
     members = len(exchange.members(0))
     everyone = _sum_over(grid.world_size, "all {} ranks")
     peers = _sum_over(grid.towers, "my {} peers")
-    whole = sum(exchange.widths)
     towers = [exchange.width(grid.tower_ranks(tower)) for tower in range(grid.towers)]
+    whole = sum(towers)
     return RowsFacts(
         axis=exchange.axis,
         groups=grid.world_size // members,

@@ -16,6 +16,7 @@ from ..exchange import Exchange, IdExchange
 from ..graphs import EXTRAS
 from ..runtime.pooled import JoinColumns, MakeOutput, Pack, PeerPermute, RestoreColumns
 from ..runtime.tables import RankLookups, TowerLookups
+from ..runtime.tower_rows import RunTower, SendColumns
 from ..runtime.vectors import LayVectors, ReplaceColumns, TakeVectors
 from ..stage import ALL_TO_ALL, PASS, STEP, WAIT, Stage
 from .facts import IdsFacts, RowsFacts, Share, ids_facts, rows_facts, share
@@ -136,6 +137,12 @@ class Describer:
             if module.order == tuple(range(len(module.order))):
                 return "rank order is peer order: rows stay"
             return f"rows into peer order: ranks {listed(map(str, module.order), 40)}"
+        if isinstance(module, RunTower):
+            made = [f"tower {one.tower}: {sum(one.widths)} to {one.columns}" for one in module.records]
+            return f"columns of the features to columns of the module, {listed(made, 60)}"
+        if isinstance(module, SendColumns):
+            raw = sum(lookups.lookup[name].dim for name in module.raw)
+            return f"{counted(sum(module.made), 'column')} of the modules, {counted(raw, 'column')} as they are"
         if isinstance(module, JoinColumns | RestoreColumns):
             return f"{counted(lookups.width, 'column')} back in the flat model's order"
         if isinstance(module, MakeOutput):

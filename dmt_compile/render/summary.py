@@ -205,9 +205,7 @@ def _rounds(lookups: LookupSet) -> Iterator[RenderableType]:
 
 def _traffic(program: TowerProgram) -> RenderableType:
     table = _table("", "AlltoAll", "ranks", "inside the host", "across hosts", left=(0, 1, 3, 4))
-    for name in ("classic", "sptt", "modules"):
-        if name not in program.stages:
-            continue
+    for name in _compared(program):
         total = [(0, 0)] * program.topology.world_size
         found: dict[tuple[str, str], list[Exchange]] = {}
         for module in _modules(program.stages[name]):
@@ -229,6 +227,11 @@ def _traffic(program: TowerProgram) -> RenderableType:
     return _inset(table)
 
 
+def _compared(program: TowerProgram) -> list[str]:
+    """The stages whose exchanges are told apart."""
+    return [name for name in ("classic", "sptt", "modules") if name in program.stages]
+
+
 def _added(parts: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
     return [(sum(inside for inside, _ in own), sum(across for _, across in own)) for own in zip(*parts, strict=True)]
 
@@ -246,7 +249,8 @@ def _ids(program: TowerProgram) -> Iterator[Text]:
         return
     facts = ids_facts(exchange, program.topology)
     weights = ", 4 per weight" if facts.weighted else ""
-    yield _line(f"  ids not counted, alike in both: {facts.bytes_per_id} per id{weights}, 4 per bag, 24 per rank", "dim")
+    alike = "both" if len(_compared(program)) == 2 else "all"
+    yield _line(f"  ids not counted, alike in {alike}: {facts.bytes_per_id} per id{weights}, 4 per bag, 24 per rank", "dim")
 
 
 def _id_exchange(module: object) -> IdExchange | None:

@@ -44,7 +44,7 @@ class RankContext:
     engine that does so awaits a backward. ``device`` and ``weight_dtype`` are what ids and their weights must have, None where
     nothing is demanded. ``foreign`` are the state-dict keys of other ranks' tables, ``aliases`` maps further keys of a table to
     its first one. ``bases`` says at which row of this rank's parameter a table begins, where that is not the row at which it begins
-    in the model's.
+    in the model's. ``tower`` runs the module of the rank's tower where its gradients are added up over the tower's ranks.
     """
 
     rank: int
@@ -60,6 +60,7 @@ class RankContext:
     foreign: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
     bases: Mapping[str, int] = field(default_factory=dict)
+    tower: nn.Module | None = None
 
 
 class Constant:

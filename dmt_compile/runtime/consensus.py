@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
@@ -59,6 +60,7 @@ def _describe(stages: Mapping[bool, Stage], options: Mapping[str, bool]) -> dict
         "plan": plan,
         "tables": {t.name: [t.start, t.rows, t.dim, str(t.dtype), weights[t.name].requires_grad] for t in stage.lookups.tables},
         "lookups": [[x.name, x.table, x.pooling, x.weighted] for x in stage.lookups.lookups],
+        "towers": {str(x.tower): [asdict(x), str(stage.root.get_submodule(x.target))] for x in stage.vectors},
         "dense parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in dense.items()},
         "graph": _graph(stage),
         "graph in evaluation": _graph(stages[False]) if stages[False] is not stage else [],

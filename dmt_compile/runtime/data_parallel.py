@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +16,7 @@ from .announce import announce_success
 from .base import RankContext
 from .gradients import guard_result
 from .groups import TowerGroups
+from .tower_sync import copy_from_first
 
 
 class ByMode(nn.Module):
@@ -68,9 +67,10 @@ def compiled(stages: Mapping[bool, Stage], context: RankContext, groups: TowerGr
 def synchronised(module: ByMode, tables: set[int], group: ProcessGroup, find_unused: bool) -> nn.Module:
     """``module`` with dense gradients averaged over ``group``; parameters that no graph ever reads are left alone.
 
-    Everything that is no table starts with rank 0's values, frozen parameters and buffers too.
+    ``tables`` are what not all ranks hold, the tensors of a tower's module too. Everything else starts with rank 0's values, frozen
+    parameters and buffers too.
     """
-    _copy_from_first([p for p in module.parameters() if id(p) not in tables] + list(module.buffers()), group)
+    copy_from_first([t for t in (*module.parameters(), *module.buffers()) if id(t) not in tables], group)
     in_training, in_evaluation = (_used_parameters(module.graphs[mode]) for mode in (True, False))
     skipped = tables | ({id(p) for p in module.parameters()} - in_training - in_evaluation)
     if not any(p.requires_grad for p in module.parameters() if id(p) not in skipped):
@@ -89,16 +89,6 @@ def synchronised(module: ByMode, tables: set[int], group: ProcessGroup, find_unu
         find_unused_parameters=find_unused or in_training - tables != in_evaluation - tables,
         gradient_as_bucket_view=True,
     )
-
-
-def _copy_from_first(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
-    source = dist.get_process_group_ranks(group)[0]
-    with torch.no_grad():
-        for tensor in tensors:
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, src=source, group=group)
-            if value.data_ptr() != tensor.data_ptr():
-                tensor.copy_(value)
 
 
 def _used_parameters(module: fx.GraphModule) -> set[int]:

@@ -12,6 +12,7 @@ from torch import nn
 from ..lookups import Table
 from ..stage import Stage
 from .materialize import Narrow
+from .tower_sync import drop_other_towers
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ class Pruned:
 
 
 def prune(root: nn.Module, stage: Stage, rank: int) -> Pruned:
-    """Remove other ranks' tables from ``root``; of a parameter that several ranks hold, keep the rows of this rank's tables."""
+    """Remove other ranks' tables and other towers' modules from ``root``; of a parameter that several ranks hold, keep the rows of
+    this rank's tables."""
     own = set(stage.plan.tables_of_rank[rank])
     shards = stage.lookups.shards
     first = {id(root.get_parameter(key)): key for key in shards}
     mine = {key: [table for table in tables if table.name in own] for key, tables in shards.items()}
-    foreign: set[str] = set()
+    foreign = set(drop_other_towers(root, stage, rank))
     aliases: dict[str, str] = {}
     bases: dict[str, int] = {}
     narrow: dict[int, Narrow] = {}

@@ -140,24 +140,39 @@ class RestoreColumns(nn.Module):
     """Received columns laid out in the flat model's order: one (B, width) tensor per output of the flat model.
 
     ``arrival`` are the lookups in the order in which their columns arrive, block by block. Columns are only copied, once;
-    neighbours that stay neighbours are copied together.
+    neighbours that stay neighbours are copied together. ``first`` says for each block at which column the first lookup's begin,
+    ``outputs`` which outputs are made; the others are None.
     """
 
-    def __init__(self, lookups: LookupSet, arrival: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        lookups: LookupSet,
+        arrival: Sequence[Sequence[str]],
+        first: Sequence[int] | None = None,
+        outputs: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self.lookups = lookups
         self.arrival = tuple(tuple(block) for block in arrival)
+        self.first = tuple(first) if first is not None else (0,) * len(self.arrival)
+        self.outputs = tuple(outputs) if outputs is not None else tuple(range(len(lookups.outputs)))
+        made = set(self.outputs)
         place: dict[str, tuple[int, int]] = {}
         for number, block in enumerate(self.arrival):
-            start = 0
+            start = self.first[number]
             for name in block:
                 place[name] = (number, start)
                 start += lookups.lookup[name].dim
-        self._outputs = [_runs([lookups.lookup[name] for name in output.lookups], place) for output in lookups.outputs]
+        self._outputs = [
+            _runs([lookups.lookup[name] for name in output.lookups], place) if number in made else []
+            for number, output in enumerate(lookups.outputs)
+        ]
 
-    def forward(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, blocks: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return [
             torch.cat([blocks[number].narrow(1, start, width).to(dtype) for number, start, width, dtype in runs], dim=1)
+            if runs
+            else None
             for runs in self._outputs
         ]
 

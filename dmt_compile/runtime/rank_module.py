@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -27,24 +27,27 @@ from .data_parallel import ByMode, compiled, synchronised
 from .groups import TowerGroups, refuse_device, timeout_of
 from .materialize import materialize
 from .ownership import prune
+from .tower_sync import TowerSync, own_module, unsynchronised
 
 
 class RankModule(nn.Module):
     """What a rank trains. Call it with the rank's local batch, as the flat model is called.
 
     The objective is the mean over ranks of each rank's mean loss: after ``backward()`` every gradient is that of the
-    objective. Table gradients are complete on the table's owner; dense gradients are averaged over all ranks during
-    backward. Batches may differ in size between ranks and may be empty; every rank must run every step. Buffers (running
-    statistics) are each rank's own, as the flat model would have them on that rank's samples. As with DistributedDataParallel,
-    a forward is followed by one backward, else it runs under :meth:`no_sync`; a second backward is refused.
+    objective. Table gradients are complete on the table's owner, those of a tower's module on all ranks of the tower; dense
+    gradients are averaged over all ranks during backward. Batches may differ in size between ranks and may be empty; every rank
+    must run every step. Buffers (running statistics) are each rank's own, as the flat model would have them on that rank's
+    samples. As with DistributedDataParallel, a forward is followed by one backward, else it runs under :meth:`no_sync`; a second
+    backward is refused.
 
     A rank that cannot use its batch tells the others before anything is exchanged: all raise, and the next step may follow. A
     failure later in the step ends the module on all ranks: those that wait for the failed rank get an error at once, the rest
     when their wait times out. In a program that is left flat nothing is exchanged in forward, so that a rank can tell the others
     of every failure in it.
 
-    ``state_dict()`` has the flat model's keys, less the tables of other ranks; a parameter that holds tables of several ranks
-    stands in it as :class:`RowShards`. :meth:`full_state_dict` gathers all tables, and ``load_state_dict`` takes either.
+    ``state_dict()`` has the flat model's keys, less the tables of other ranks and the modules of other towers; a parameter that
+    holds tables of several ranks stands in it as :class:`RowShards`. :meth:`full_state_dict` gathers all of them, and
+    ``load_state_dict`` takes either.
     """
 
     def __init__(
@@ -72,9 +75,12 @@ class RankModule(nn.Module):
         self._group = group
         own = {id(root.get_parameter(stage.lookups.table[name].parameter)) for name in stage.plan.tables_of_rank[context.rank]}
         self._table_names = tuple(name for name, parameter in root.named_parameters() if id(parameter) in own)
+        self._tower = TowerSync(root, stage, context.rank, groups.tower, find_unused_parameters)
+        context.tower = self._tower.runner
         graphs = compiled(stages, context, groups, layouts)
         # Held in a tuple: their parameters are already registered above, under the flat model's names.
-        self._run: tuple[nn.Module, ByMode] | None = (synchronised(graphs, own, group, find_unused_parameters), graphs)
+        runner = synchronised(graphs, own | self._tower.ids, group, find_unused_parameters)
+        self._run: tuple[nn.Module, ByMode] | None = (runner, graphs)
         self._over = ""
         # Called on the class: mypy exempts torch's own functions from its rule on untyped calls, but not inherited ones.
         nn.Module.register_load_state_dict_pre_hook(self, partial(take_own_rows, context, self._lookups))
@@ -85,6 +91,7 @@ class RankModule(nn.Module):
         context = self._context
         context.progress = Progress.READING
         synchronised = isinstance(run, DistributedDataParallel) and run.require_backward_grad_sync
+        synchronised = synchronised or self._tower.synchronises()
         context.sums_in_backward = synchronised and torch.is_grad_enabled()
         context.open = context.open or context.sums_in_backward
         try:
@@ -117,8 +124,11 @@ class RankModule(nn.Module):
         A collective call; returns that norm. ``torch.nn.utils.clip_grad_norm_`` would see only this rank's tables, and scale the
         dense gradients by another factor on every rank.
         """
-        tables, dense = list(self.table_parameters()), list(self.dense_parameters())
-        own, shared = _gradients(tables), _gradients(dense)
+        tables, dense, tower = list(self.table_parameters()), list(self.dense_parameters()), list(self.tower_parameters())
+        counted = {id(parameter) for parameter in tower}
+        own, shared = _gradients(tables), _gradients([one for one in dense if id(one) not in counted])
+        # The ranks of a tower hold the same: one of them counts.
+        own += _gradients(tower) if self._tower.first else []
         device = self._context.device
         norms = torch.zeros(dist.get_world_size(self._group), dtype=torch.float32, device=device)
         norms[self.rank] = nn.utils.get_total_norm(own, norm_type) if own else 0.0
@@ -163,27 +173,31 @@ class RankModule(nn.Module):
             yield self._parameter(name)
 
     def dense_parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters that are not tables; the same values on every rank."""
+        """All parameters that are not tables; the same values on every rank, of a tower's module on every rank of the tower."""
         own = set(self._table_names)
         for name, parameter in self.named_parameters():
             if name not in own:
                 yield parameter
+
+    def tower_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the module of this rank's tower, which are dense parameters too."""
+        yield from self._tower.parameters
 
     def _parameter(self, name: str) -> nn.Parameter:
         # Not from this module: its own methods would hide parameters that are called as they are.
         return self._context.root.get_parameter(name)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate dense gradients without averaging them, as for DistributedDataParallel."""
+        """Accumulate dense gradients, those of tower modules too, without averaging them, as for DistributedDataParallel."""
         runner, _ = self._running()
-        return runner.no_sync() if isinstance(runner, DistributedDataParallel) else nullcontext()
+        return unsynchronised(runner, self._tower.runner)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The flat model's state dict, keys in its order, with every rank's tables. A collective call; a copy on every rank."""
         own = self.state_dict()
         owner = {name: rank for rank, names in enumerate(self.plan.tables_of_rank) for name in names}
         shards = self._lookups.shards
-        result: dict[str, Any] = {}
+        result = self._tower.full_state(own, self._group, self._context.device)
         ranks = dist.get_process_group_ranks(self._group)
         # The tables may have been cast since the program was compiled.
         gathered: list[Any] = [None] * len(ranks)
@@ -199,7 +213,7 @@ class RankModule(nn.Module):
                         rows.copy_(own_rows(self._context, self._parameter(table.parameter).detach(), table))
                     dist.broadcast(rows, src=ranks[owner[table.name]], group=self._group)
                 result[key] = value
-            elif key in own and key not in self._context.aliases:
+            elif key in own and key not in self._context.aliases and key not in result:
                 value = own[key]
                 result[key] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         # A table registered under several names is one tensor under each of them.
@@ -231,7 +245,7 @@ class RankModule(nn.Module):
         self._release(abort=False)
 
     def _release(self, abort: bool) -> None:
-        self._run = None
+        self._run = self._tower.runner = self._context.tower = None
         if self._groups is not None:
             groups, self._groups = self._groups, None
             if abort:
@@ -301,6 +315,9 @@ def distribute(
         # By way of a tensor, because "cuda" alone names the current device.
         home = torch.empty(0, device=device).device if device is not None else home
         materialize(root, stage.lookups, home, pruned.narrow)
+        # A tower's module may have been made with values although the model has none.
+        if (made := own_module(root, stage, rank)) is not None:
+            made.to(home)
     refuse_device(dist.get_backend_config(group), home)
     groups = TowerGroups.create(group, stage.plan.grid, timeout or timeout_of(group, home), number)
     context = RankContext(

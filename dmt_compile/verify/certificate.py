@@ -17,12 +17,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What :meth:`TowerProgram.verify` found. True only if every check passed."""
+    """What :meth:`TowerProgram.verify` found against the ``reference``. True only if every check passed."""
 
     subject: str
     plan_hash: str
     batch_sizes: tuple[int, ...]
     checks: tuple[Check, ...]
+    reference: str = "flat model"
 
     @property
     def passed(self) -> bool:

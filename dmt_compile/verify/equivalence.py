@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..adapters import torchrec as torchrec_adapter
-from ..adapters import torchrec_sequences
 from ..errors import DmtError, InputError, VerificationError
-from ..graphs import clone_sharing_tensors, clone_with_parameters
+from ..graphs import clone_sharing_tensors
 from ..runtime.ids import MakeRequest
 from ..runtime.select import Bag, JaggedIds, ReadIds, split_bags
 from ..stage import Stage
 from .certificate import Certificate, Check
 from .cluster import Inputs, simulate
 from .compare import bits_differ, cancellation, excess, furthest, furthest_change, tensors_in, tolerance
+from .copies import Copies, Gradients, dense
 from .exact import exact_difference, refuse_other_reads
 from .layout import check_layout
 from .sizes import SizesSeen, wrong_size
-from .surgery import cut_at, cut_at_names, made_outputs, refuse_other_layers
+from .surgery import cut_at, cut_at_names, made_outputs, refuse_other_layers, with_given
+from .tower_outputs import Columns, by_tower, column_nodes, largest_difference, towers_draw, watch_columns
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Gradients = dict[str, torch.Tensor | None]
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -34,36 +32,11 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-@dataclass
-class _Copies:
-    """A copy of the model to train: one set of parameters, and per rank a module tree with buffers of its own."""
-
-    parameters: dict[str, nn.Parameter]
-    roots: list[nn.Module]
-
-    @classmethod
-    def of(cls, root: nn.Module, world_size: int) -> _Copies:
-        base = clone_with_parameters(root)
-        roots = [clone_sharing_tensors(base, copy_buffers=True) for _ in range(world_size)]
-        for copy in roots:
-            torchrec_adapter.accept_empty_batches(copy)
-            torchrec_sequences.accept_empty_batches(copy)
-        return cls(dict(base.named_parameters()), roots)
-
-    def gradients(self) -> Gradients:
-        grads = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: _dense(grad) if grad is not None else None for name, grad in grads.items()}
-
-    def clear(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-
 class Verifier:
     """The checks behind :meth:`TowerProgram.verify`.
 
-    The reference is the user's own forward, on every rank's own samples, of which there are ``sizes``; the objective is the mean
-    over ranks.
+    The reference is the user's own forward, or that of the tower model, on every rank's own samples, of which there are ``sizes``;
+    the objective is the mean over ranks.
     """
 
     def __init__(
@@ -74,13 +47,17 @@ class Verifier:
         seed: int,
     ) -> None:
         self.stages = stages
-        self.flat = stages["flat"]
+        # With tower modules the program is to compute what the tower model does.
+        self.moved = "model" in stages
+        self.flat = stages["model" if self.moved else "flat"]
         self.plan = self.flat.plan
         self.world = self.plan.topology.world_size
         self.seed = seed
         self._seen = SizesSeen()
         self.inputs = inputs
         self.sizes = tuple(sizes)
+        self._reference = "model" if self.moved else "flat"
+        self._exchanging = tuple(name for name in _EXCHANGING if name in stages)
         meta = next((name for name, tensor in _state(self.flat.root) if tensor.is_meta), None)
         if meta is not None:
             raise InputError(
@@ -109,21 +86,25 @@ class Verifier:
                 "followed through the graph, for any batch sizes",
                 partial(self.layout, name),
             )
-            for name in _EXCHANGING
+            for name in self._exchanging
         ]
         expected = self.reference()
-        for name in ("towers", *_EXCHANGING):
-            checks.append(self._run(f"outputs, stage {name}", "bit for bit", partial(self.outputs, name, expected)))
+        for name in ("towers", *self._exchanging):
+            if not self.moved or name not in _MOVED:
+                checks.append(self._run(f"outputs, stage {name}", "bit for bit", partial(self.outputs, name, expected)))
+        for name in _MOVED if self.moved else ():
+            checks.append(self._run(f"outputs, stage {name}", self._other_rows(), partial(self.moved_outputs, name, expected)))
         checks.append(self._run("recorded shapes", "equal at run time", self.recorded_shapes))
         relative = f"within {tolerance(torch.float32):.1e} of the largest (float32): sums change order"
         checks.append(self._run("table gradients, integers", "bit for bit (float64)", self.exact_gradients))
-        for name in ("towers", "lowered"):
+        for name in ("towers", *(_MOVED if self.moved else ("lowered",))):
             title = "gradients" if name == "lowered" else f"gradients, stage {name}"
             checks.append(self._run(title, relative, partial(self.gradients, name)))
         if steps:
             after = f"changes within {tolerance(torch.float32):.1e} of the largest change, and rounding (float32)"
             checks.append(self._run(f"parameters after {steps} steps", after, lambda: self.training(steps, optimizer)))
-        return Certificate(type(self.flat.root).__name__, self.plan.hash, self.sizes, tuple(checks))
+        subject, reference = type(self.stages["flat"].root).__name__, "tower model" if self.moved else "flat model"
+        return Certificate(subject, self.plan.hash, self.sizes, tuple(checks), reference)
 
     def _check_ids(self) -> None:
         """Let every rank look at its ids, so that a bad batch is refused by name and not by the flat model."""
@@ -146,11 +127,11 @@ class Verifier:
 
     def reference(self) -> list[Any]:
         """The user's forward on every rank's samples."""
-        copies = _Copies.of(self.flat.root, self.world)
+        copies = self._copies()
         with torch.no_grad():
             return self._flat_outputs(copies)
 
-    def _flat_outputs(self, copies: _Copies) -> list[Any]:
+    def _flat_outputs(self, copies: Copies) -> list[Any]:
         outputs = []
         for rank, (args, kwargs) in enumerate(self.inputs):
             with torch.random.fork_rng(devices=[]):
@@ -167,7 +148,7 @@ class Verifier:
         return outputs
 
     def outputs(self, name: str, expected: Sequence[Any]) -> tuple[bool, str]:
-        copies = _Copies.of(self.flat.root, self.world)
+        copies = self._copies()
         with torch.no_grad():
             found = simulate(self.stages[name], self.inputs, copies.roots, self.seed, watch=self._seen.watch(name))
         for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -176,11 +157,61 @@ class Verifier:
                 return False, f"rank {rank}: {difference}"
         return True, f"equal on {self.world} ranks"
 
+    def _other_rows(self) -> str:
+        still = ", dropout in towers off" if self._towers_draw else ""
+        return (
+            f"tower columns within {tolerance(torch.float32):.1e} of the largest (float32{still}): towers multiply more rows at "
+            "once, sums change order; the rest bit for bit, given the model's tower columns"
+        )
+
+    def moved_outputs(self, name: str, expected: Sequence[Any]) -> tuple[bool, str]:
+        """What towers' modules make on the rows of peers, to a tolerance; and what is made of that, bit for bit."""
+        stage = self.stages[name]
+        refuse_other_layers(stage, self.flat)
+        found: Columns = [{} for _ in range(self.world)]
+        with torch.no_grad():
+            watch = watch_columns(stage, found, self._seen.watch(name))
+            outputs = simulate(stage, self.inputs, self._copies().roots, self.seed, watch=watch)
+            given = with_given(stage, column_nodes(stage))
+            exact = simulate(given, self.inputs, self._copies().roots, self.seed, self._tower_columns)
+        for rank, (mine, theirs) in enumerate(zip(exact, expected, strict=True)):
+            difference = bits_differ(mine, theirs)
+            if difference is not None:
+                return False, f"rank {rank}, given the model's tower columns: {difference}"
+        for rank, (own, its) in enumerate(zip(found, self._tower_columns, strict=True)):
+            shapes = [{key: tuple(value.shape) for key, value in one.items()} for one in (own, its)]
+            if shapes[0] != shapes[1]:
+                return False, f"rank {rank}: the towers make columns {shapes[0]}, in the model {shapes[1]}"
+        worst, where = furthest(by_tower(found), by_tower(self._tower_columns))
+        off = largest_difference(outputs, expected)
+        told = f"{self.world} ranks, {worst:.2g} of the tolerance; outputs off by {off:.1e}"
+        return worst <= 1, told + (f" ('{where}')" if where else "")
+
+    @cached_property
+    def _tower_columns(self) -> Columns:
+        """What every tower makes for every rank's samples in the tower model."""
+        columns: Columns = [{} for _ in range(self.world)]
+        with torch.no_grad():
+            simulate(self.flat, self.inputs, self._copies().roots, self.seed, watch=watch_columns(self.flat, columns))
+        return columns
+
+    @cached_property
+    def _towers_draw(self) -> bool:
+        return self.moved and towers_draw(clone_sharing_tensors(self.flat.root, copy_buffers=True), self.flat)
+
+    def _copies(self) -> Copies:
+        """A copy of the model to run. Towers' modules that draw random numbers draw none in it: they run on other rows."""
+        copies = Copies.of(self.flat.root, self.world)
+        for root in copies.roots if self._towers_draw else ():
+            for record in self.flat.vectors:
+                root.get_submodule(record.target).eval()
+        return copies
+
     def gradients(self, name: str) -> tuple[bool, str]:
         """Gradients of one step against the flat model's: which parameters have one, and its values."""
         self._refuse_copies(self.stages[name])
         expected, terms = self._flat_gradients
-        program = _Copies.of(self.flat.root, self.world)
+        program = self._copies()
         self._program_backward(name, program)
         found = program.gradients()
         self._refuse_other_trained(found, expected)
@@ -189,10 +220,10 @@ class Verifier:
 
     def recorded_shapes(self) -> tuple[bool, str]:
         """The shapes in the graphs of all stages against those of the values, as seen while the outputs were compared."""
-        copies = _Copies.of(self.flat.root, self.world)
+        copies = self._copies()
         with torch.no_grad():
-            simulate(self.flat, self.inputs, copies.roots, self.seed, watch=self._seen.watch("flat"))
-        compared, free, wrong = wrong_size(self.stages, self._seen, self.sizes)
+            simulate(self.flat, self.inputs, copies.roots, self.seed, watch=self._seen.watch(self._reference))
+        compared, free, wrong = wrong_size(self.stages, self._seen, self.sizes, self._reference)
         if wrong is not None:
             return False, wrong
         if not compared:
@@ -201,7 +232,7 @@ class Verifier:
 
     @cached_property
     def _flat_gradients(self) -> tuple[Gradients, dict[str, torch.Tensor]]:
-        flat = _Copies.of(self.flat.root, self.world)
+        flat = self._copies()
         terms = self._flat_backward(flat)
         return flat.gradients(), terms
 
@@ -225,7 +256,7 @@ class Verifier:
         A model whose loss is steep or has kinks would else carry the rounding of one step into the next and make it as large as
         anything: that says something about the model, and nothing about the program.
         """
-        flat, program = _Copies.of(self.flat.root, self.world), _Copies.of(self.flat.root, self.world)
+        flat, program = self._copies(), self._copies()
         trainers = [optimizer(copies.parameters.values()) for copies in (flat, program)]
         worst, parameter = 0.0, ""
         for _ in range(steps):
@@ -267,7 +298,7 @@ class Verifier:
                 which = "the flat model but not in the program" if gradient is not None else "the program but not in the flat model"
                 raise VerificationError(f"'{name}' gets a gradient in {which}")
 
-    def _flat_backward(self, flat: _Copies) -> dict[str, torch.Tensor]:
+    def _flat_backward(self, flat: Copies) -> dict[str, torch.Tensor]:
         """Rank by rank; the sums over the ranks of the absolute gradients, which say how large the terms were."""
         terms: dict[str, torch.Tensor] = {}
         total: dict[str, torch.Tensor] = {}
@@ -281,14 +312,14 @@ class Verifier:
                 raise VerificationError(f"the flat model itself cannot run backward: {str(error).splitlines()[0]}") from error
             for name, parameter in flat.parameters.items():
                 if parameter.grad is not None:
-                    size = _dense(parameter.grad).detach().abs()
+                    size = dense(parameter.grad).detach().abs()
                     terms[name] = terms[name] + size if name in terms else size
                     total[name] = total[name] + parameter.grad if name in total else parameter.grad
         for name, gradient in total.items():
             flat.parameters[name].grad = gradient
         return terms
 
-    def _program_backward(self, name: str, program: _Copies) -> None:
+    def _program_backward(self, name: str, program: Copies) -> None:
         outputs = simulate(self.stages[name], self.inputs, program.roots, self.seed)
         objectives = [one for one in self._objectives(outputs) if one is not None]
         torch.stack(objectives).sum().backward()
@@ -353,9 +384,11 @@ class Verifier:
         """Table gradients with whole numbers in float64: sums are exact, so their order cannot matter.
 
         The stages "towers" (one device, its own samples) and "lowered" (through all exchanges) run their own graphs up to what
-        the flat model's lookups return; behind that they must be the flat model's own nodes.
+        the flat model's lookups return; behind that they must be the flat model's own nodes. Where towers' modules run among the
+        exchanges these values never reach a rank, so "sptt" stands in for "lowered".
         """
-        for name in ("towers", "lowered"):
+        covered = ("towers", "sptt" if self.moved else "lowered")
+        for name in covered:
             refuse_other_layers(self.stages[name], self.flat)
             refuse_other_reads(self.stages[name])
             if not self.flat.lookups.lookups:
@@ -364,8 +397,8 @@ class Verifier:
             if difference is not None:
                 return False, f"stage {name}: {difference}"
         if not self.flat.lookups.lookups:
-            return True, "no table is spread; stages towers and lowered are the flat model's nodes"
-        return True, f"{len(self.flat.lookups.tables)} tables, stages towers and lowered"
+            return True, f"no table is spread; stages {' and '.join(covered)} are the flat model's nodes"
+        return True, f"{len(self.flat.lookups.tables)} tables, stages {' and '.join(covered)}"
 
 
 def _bags_of(ids: JaggedIds) -> dict[str, Bag]:
@@ -374,11 +407,9 @@ def _bags_of(ids: JaggedIds) -> dict[str, Bag]:
     return dict(zip(ids.keys, split_bags(ids.values, ids.lengths.long(), ids.weights, weighted), strict=True))
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x.to_dense() if x.is_sparse else x
-
-
-_EXCHANGING = ("classic", "sptt", "lowered")
+_EXCHANGING = ("classic", "sptt", "modules", "lowered")
+# Where towers' modules, if there are any, run on the rows of peers.
+_MOVED = ("modules", "lowered")
 
 
 def _state(root: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

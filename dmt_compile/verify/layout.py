@@ -26,8 +26,10 @@ from ..runtime.ids import CountIds, MakeRequest, ReadSizes, RouteIds, UnpackIds
 from ..runtime.pooled import ExchangeRows, MakeOutput, Pack, PeerPermute, RestoreColumns, Shuffle, Splits, Unpack
 from ..runtime.select import ReadIds, SelectIds
 from ..runtime.tables import RankLookups
+from ..runtime.tower_rows import RunTower, SendColumns, TowerColumns
 from ..stage import ALL_TO_ALL, PASS, WAIT, Stage
-from .values import Blocks, Buffer, Columns, Ids, InFlight, Packed, Routed, Rows, Sizes
+from . import tower_layout
+from .values import Blocks, Buffer, Columns, FromTower, Ids, InFlight, Packed, Routed, Rows, Sizes, TowerRows
 
 
 def check_layout(stage: Stage) -> None:
@@ -52,6 +54,11 @@ class _Checker:
         self.widths: dict[int, tuple[int, ...]] = {}
         self.restored: set[int] = set()
         self.outputs: list[tuple[int, int]] = []
+        # Where towers' modules run among the exchanges.
+        calls = [node for node in stage.graph.nodes if node.op == "call_module"]
+        self.moved = any(isinstance(stage.module(node), RunTower | SendColumns | TowerColumns) for node in calls)
+        self.arrived: set[int] = set()
+        self.replaced: set[str] = set()
 
     def fail(self, message: str) -> None:
         made_by = self.node.meta.get(PASS, "capture")
@@ -65,9 +72,11 @@ class _Checker:
         for node in self.stage.graph.nodes:
             self.node = node
             self.values[node] = self.visit(node)
-        every = set(range(len(self.rounds)))
-        self.expect(self.restored == every, "no node puts the exchanged columns back in declaration order")
         wanted = [(number, index) for number, one in enumerate(self.rounds) for index in range(len(one.outputs))]
+        if self.moved:
+            wanted = tower_layout.finish(self, wanted)
+        every = {number for number, _ in wanted}
+        self.expect(self.restored == every, "no node puts the exchanged columns back in declaration order")
         self.expect(sorted(self.outputs) == wanted, f"outputs {self.outputs} of the lookups are made, {wanted} are needed")
 
     def visit(self, node: fx.Node) -> Any:
@@ -88,12 +97,17 @@ class _Checker:
             handler = _HANDLERS.get(type(self.stage.module(node)))
             if handler is not None:
                 return handler(self, self.stage.module(node), *[self.value(arg) for arg in node.args])
+        expanded = tower_layout.expansion(self, node)
+        if expanded is not None:
+            return expanded
         for used in node.all_input_nodes:
             value = self.values[used]
             if isinstance(value, InFlight):
                 self.fail(f"uses '{used.name}' before anything waits for it")
-            if isinstance(value, Rows | Packed | Buffer | Blocks | Columns):
+            if isinstance(value, Rows | TowerRows | Packed | Buffer | Blocks | Columns):
                 self.fail(f"uses '{used.name}', whose rows have not been put back in the flat model's order yet")
+            if isinstance(value, FromTower):
+                self.fail(f"uses '{used.name}', which tower {value.tower} has made and nothing has laid out as the model has it")
         return None
 
     def value(self, argument: Any) -> Any:
@@ -229,12 +243,12 @@ class _Checker:
         self.expect(sorted(module.order) == list(range(self.world)), f"its order is not a permutation of the {self.world} ranks")
         for rank in range(self.world):
             self.expect(_natural(rows.layout(rank).rows, self.world), "permutes rows that are not in rank order")
-        return Rows(lambda rank: Block(module.order, rows.layout(rank).owners), rows.round)
+        return Rows(lambda rank: Block(module.order, rows.layout(rank).owners), rows.round, rows.sent)
 
     def declared(self, module: ExchangeRows, rows: Any, sizes: Any) -> Any:
         self.batch_sizes(sizes, module.exchange.round)
         self.takes(module.exchange, rows)
-        return Blocks(module.exchange)
+        return Blocks(module.exchange, rows.sent)
 
     def pack(self, module: Pack, rows: Any) -> Any:
         if isinstance(rows, Ids):
@@ -250,6 +264,11 @@ class _Checker:
         self.expect(
             exchange.widths == self.widths[rows.round], "the exchange expects other numbers of columns than the tables make"
         )
+        self.expect(
+            exchange.tower_widths == (None if rows.sent is None else rows.sent.widths),
+            "the exchange expects other numbers of columns than the towers send",
+        )
+        self.expect(rows.sent is None or exchange.axis == "peer", "what towers' modules have made is not sent to peers")
         checked: set[Any] = set()
         cut: dict[Any, Sequence[int]] = {}
         for rank in range(self.world):
@@ -285,7 +304,7 @@ class _Checker:
         self.expect(exchange == out_splits.source, "its input and output splits belong to different exchanges")
         self.expect(axis == exchange.axis, f"runs in the {axis} group, its sizes are those of the {exchange.axis} group")
         self.takes(exchange, payload.rows)
-        return InFlight(Buffer(exchange))
+        return InFlight(Buffer(exchange, payload.rows.sent))
 
     def exchange_ids(self, payload: Ids, out_splits: Any, in_splits: Any, axis: Any) -> Any:
         self.expect(axis == "world", f"sends ids in the {axis} group: owners may be any rank of the world")
@@ -310,10 +329,11 @@ class _Checker:
             buffer.exchange == module.exchange,
             f"unpacks a {buffer.exchange.axis} exchange as a {module.exchange.axis} exchange",
         )
-        return Blocks(module.exchange)
+        return Blocks(module.exchange, buffer.sent)
 
     def shuffle(self, module: Shuffle, blocks: Any) -> Any:
         self.expect(isinstance(blocks, Blocks), "shuffles something that is not the blocks of an exchange")
+        self.expect(blocks.sent is None, "shuffles what towers' modules have made")
         exchange = blocks.exchange
 
         def layout(rank: int) -> Block:
@@ -331,7 +351,7 @@ class _Checker:
             rows = exchange.rows_to(rank)
             self.expect(tuple(rows) == (rank,), f"rank {rank} gets the samples of ranks {list(rows)[:8]}, it needs its own")
             members = exchange.members(rank)
-            if members in checked:
+            if members in checked or blocks.sent is not None:
                 continue
             checked.add(members)
             arriving = [[name for owner in exchange.owners(member) for name in owned[owner]] for member in members]
@@ -339,6 +359,11 @@ class _Checker:
                 [list(block) for block in module.arrival] == arriving,
                 f"the columns that reach rank {rank} are not the ones it sorts",
             )
+        if blocks.sent is not None:
+            tower_layout.restored(self, module, blocks)
+            self.restored.add(exchange.round)
+            return Columns(exchange.round)
+        self.expect(not any(module.first), "does not begin at the first column")
         names = Counter(name for block in module.arrival for name in block)
         wanted = Counter(lookup.name for lookup in lookups.lookups)
         missing = next(iter(wanted - names), None) or next(iter(names - wanted), None)
@@ -400,4 +425,5 @@ _HANDLERS: dict[type[nn.Module], Callable[..., Any]] = {
     Shuffle: _Checker.shuffle,
     RestoreColumns: _Checker.restore,
     MakeOutput: _Checker.make_output,
+    **tower_layout.HANDLERS,
 }

@@ -32,11 +32,13 @@ class SizesSeen:
         return see
 
 
-def wrong_size(stages: Mapping[str, Stage], seen: SizesSeen, batches: Sequence[int]) -> tuple[int, int, str | None]:
+def wrong_size(
+    stages: Mapping[str, Stage], seen: SizesSeen, batches: Sequence[int], reference: str = "flat"
+) -> tuple[int, int, str | None]:
     """How many recorded shapes were compared, how many depend on the data, and the first that is not what is there.
 
-    A tensor's shape must be that of the flat model's on the same samples, and the recorded one. Where the flat model's own is not
-    the recorded one, the example inputs did not show that it depends on the values of the inputs, and nothing is wrong.
+    A tensor's shape must be that of the stage ``reference`` on the same samples, and the recorded one. Where that stage's own is
+    not the recorded one, the example inputs did not show that it depends on the values of the inputs, and nothing is wrong.
     """
     compared: set[str] = set()
     free: set[str] = set()
@@ -48,14 +50,17 @@ def wrong_size(stages: Mapping[str, Stage], seen: SizesSeen, batches: Sequence[i
                 continue
             flat = _flat_name(stage, node)
             for rank, batch in enumerate(batches):
-                here, there = found.get((rank, node.name)), seen.of["flat"].get((rank, flat))
+                here, there = found.get((rank, node.name)), seen.of[reference].get((rank, flat))
                 if here is None or there is None:
                     continue
                 where = f"pass '{node.meta.get(PASS, 'capture')}', stage '{name}', rank {rank}: {at(node)}"
                 if here != there:
-                    return len(compared), len(free), f"{where} is of shape {here}, in the flat model of {there}"
+                    return len(compared), len(free), f"{where} is of shape {here}, in the {_MODELS[reference]} of {there}"
                 (compared if agrees(shape, here, batch) else free).add(f"{flat}: {text(shape)}")
     return len(compared - free), len(free), None
+
+
+_MODELS = {"flat": "flat model", "model": "tower model"}
 
 
 def _flat_name(stage: Stage, node: fx.Node) -> str:

@@ -13,10 +13,12 @@ from torch import fx, nn
 from ..errors import VerificationError, at
 from ..graphs import copy_graph, extras_of, graph_module_over
 from ..lookups import Lookup
-from ..runtime.ids import GlobalBags, UnpackIds
+from ..runtime.ids import GlobalBags, RouteIds, UnpackIds
 from ..runtime.pooled import MakeOutput, RestoreColumns
 from ..runtime.select import Bag, LocalBags
 from ..runtime.tables import RankLookups, TowerLookups
+from ..runtime.tower_rows import ReplacedOutput, TowerColumns
+from ..runtime.vectors import FlatColumns, TakeVectors
 from ..stage import PASS, Stage
 from .cluster import GIVEN
 
@@ -40,8 +42,26 @@ def cut_at_outputs(stage: Stage, given: Sequence[str] = ()) -> Stage:
     return _cut(stage, lambda nodes: [node for name in made.values() for node in nodes if node.name == name], given)
 
 
+def with_given(stage: Stage, given: Sequence[str]) -> Stage:
+    """The stage's whole graph, but what reads the nodes called ``given`` gets values from outside, see :func:`simulate`."""
+    graph = copy_graph(stage.graph)
+    _give(graph, given, ())
+    return replace(stage, graph_module=graph_module_over(stage.root, graph, extras_of(stage.graph_module), "Given"))
+
+
+def _give(graph: fx.Graph, given: Sequence[str], except_to: Sequence[fx.Node]) -> None:
+    for node in list(graph.nodes):
+        if node.name in given:
+            with graph.inserting_before(node):
+                outside = graph.call_function(_given)
+            outside.meta[GIVEN] = node.name
+            node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in except_to)
+
+
 def made_outputs(stage: Stage) -> dict[str, str]:
     """The name of the node that stands for each lookup call of the flat model, by that call's name, in declaration order.
+
+    A call of which towers' modules have taken all columns, and nothing else needs any, is left out.
 
     Raises:
         VerificationError: a lookup's value is made by no node or by several.
@@ -52,22 +72,23 @@ def made_outputs(stage: Stage) -> dict[str, str]:
             if module.output.node in made:
                 raise VerificationError(f"stage '{stage.name}': {at(node)} makes '{module.output.node}' a second time")
             made[module.output.node] = node.name
+    taken = {name for one in stage.vectors for name in one.lookups} if modules_moved(stage) else set()
     for output in stage.lookups.outputs:
-        if output.node not in made:
+        if output.node not in made and not set(output.lookups) <= taken:
             raise VerificationError(f"stage '{stage.name}': no node makes the output of the lookup '{output.node}'")
-    return {output.node: made[output.node] for output in stage.lookups.outputs}
+    return {output.node: made[output.node] for output in stage.lookups.outputs if output.node in made}
+
+
+def modules_moved(stage: Stage) -> bool:
+    """Whether towers' modules run among the exchanges, and not on the values of the model's lookups."""
+    return any(node.op == "call_module" and isinstance(stage.module(node), TowerColumns) for node in stage.graph.nodes)
 
 
 def _cut(stage: Stage, choose: Callable[[Sequence[fx.Node]], Any], given: Sequence[str] = ()) -> Stage:
     graph = copy_graph(stage.graph)
     (output,) = [n for n in graph.nodes if n.op == "output"]
     output.args = (choose(list(graph.nodes)),)
-    for node in list(graph.nodes):
-        if node.name in given:
-            with graph.inserting_before(node):
-                outside = graph.call_function(_given)
-            outside.meta[GIVEN] = node.name
-            node.replace_all_uses_with(outside, delete_user_cb=lambda user: user is not output)
+    _give(graph, given, (output,))
     needed, stack = {output}, [output]
     while stack:
         for used in stack.pop().all_input_nodes:
@@ -94,6 +115,8 @@ def refuse_other_layers(stage: Stage, flat: Stage) -> None:
     calls = made_outputs(stage)
     inner = {name for output in stage.lookups.outputs for name in output.inner}
     mine = {node.name: node for node in stage.graph.nodes}
+    if modules_moved(stage):
+        inner |= _moved_away(stage, flat)
 
     def named(node: fx.Node, names: dict[str, str]) -> tuple[Any, ...]:
         args = fx.node.map_arg((node.args, node.kwargs), lambda used: _Name(names.get(used.name, used.name)))
@@ -111,6 +134,19 @@ def refuse_other_layers(stage: Stage, flat: Stage) -> None:
             raise VerificationError(
                 f"pass '{found.meta.get(PASS, 'capture')}', stage '{stage.name}': {at(found)} is not computed as in the flat model"
             )
+
+
+def _moved_away(stage: Stage, model: Stage) -> set[str]:
+    """The nodes of a tower model that the layout check answers for, because a pass has moved what they do."""
+    names = {output.node for output in model.lookups.outputs} - set(made_outputs(stage))
+    targets = {one.target for one in model.vectors}
+    replaced = {
+        node.name for node in stage.graph.nodes if node.op == "call_module" and isinstance(stage.module(node), ReplacedOutput)
+    }
+    for node in model.graph.nodes:
+        if node.op == "call_module" and (node.target in targets or isinstance(model.module(node), TakeVectors | FlatColumns)):
+            names.add(node.name)
+    return names | replaced
 
 
 class _Name(str):
@@ -158,7 +194,7 @@ def _wide_module(module: nn.Module) -> nn.Module:
 
 
 def _whole_for(module: nn.Module) -> Callable[[Any], Any] | None:
-    if isinstance(module, UnpackIds):
+    if isinstance(module, UnpackIds | RouteIds):
         return _whole_weights
     return _whole_bags if isinstance(module, LocalBags) else None
 

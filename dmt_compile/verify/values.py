@@ -11,11 +11,41 @@ from ..runtime.select import SelectIds
 
 
 @dataclass(frozen=True)
+class Sent:
+    """Columns that stand in the place of a tower's own ones, by tower: how many, how many of them a module has made, which come
+    first, and the lookups whose columns lie behind them as they are."""
+
+    widths: tuple[int, ...]
+    made: tuple[int, ...]
+    raw: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class Rows:
-    """A 2-D tensor of pooled rows of one round; ``layout(rank)`` is its block on a rank."""
+    """A 2-D tensor of pooled rows of one round; ``layout(rank)`` is its block on a rank.
+
+    With ``sent`` the columns are those that the tower of the block's owners has made of them.
+    """
 
     layout: Callable[[int], Block]
     round: int
+    sent: Sent | None = None
+
+
+@dataclass(frozen=True)
+class TowerRows:
+    """For every row of ``rows``, what the module of the rank's tower takes ("vectors") or has made of it ("made")."""
+
+    kind: str
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class FromTower:
+    """What the module of a tower has made for the rank's own samples; ``wide`` behind the layer that brings back the old width."""
+
+    tower: int
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,16 +64,18 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A received buffer of an exchange."""
+    """A received buffer of an exchange; ``sent`` as of the rows."""
 
     exchange: Exchange
+    sent: Sent | None = None
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The received blocks of an exchange."""
+    """The received blocks of an exchange; ``sent`` as of the rows."""
 
     exchange: Exchange
+    sent: Sent | None = None
 
 
 @dataclass(frozen=True)

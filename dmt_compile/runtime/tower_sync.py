@@ -1,0 +1,138 @@
+"""A tower's module on the ranks of its tower: the same values, gradients added up over the tower and divided by the world size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from ..stage import Stage
+from ..towers.record import HOLDER
+
+
+class TowerSync:
+    """The module of this rank's tower. ``ids`` are the identities of its tensors, which belong to no other tower.
+
+    Each rank of a tower runs it on the samples of its own peers, so that the sum of the gradients over the tower's ranks is the
+    gradient of the sum of all ranks' losses; the objective is their mean.
+    """
+
+    def __init__(self, root: nn.Module, stage: Stage, rank: int, group: ProcessGroup, find_unused: bool) -> None:
+        plan = self._plan = stage.plan
+        self._any = bool(stage.vectors)
+        self._rank = rank
+        self.tower = plan.grid.tower_of(rank)
+        self._module = own_module(root, stage, rank)
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        self.ids: frozenset[int] = frozenset()
+        self.runner: nn.Module | None = None
+        if self._module is None:
+            return
+        self.parameters = tuple(self._module.parameters())
+        tensors = [*self.parameters, *self._module.buffers()]
+        self.ids = frozenset(map(id, tensors))
+        copy_from_first(tensors, group)
+        if any(parameter.requires_grad for parameter in self.parameters):
+            self.runner = _averaged(self._module, group, plan.topology.world_size, find_unused)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of its tower, which speaks for it where each tower counts once."""
+        return self._rank == self._plan.grid.tower_ranks(self.tower)[0]
+
+    def synchronises(self) -> bool:
+        """Whether the next backward is to add gradients up."""
+        return isinstance(self.runner, DistributedDataParallel) and bool(self.runner.require_backward_grad_sync)
+
+    def full_state(self, own: Mapping[str, Any], group: ProcessGroup, device: torch.device | None) -> dict[str, Any]:
+        """All towers' entries of the state dict, from the first rank of each; ``own`` is this rank's. A collective call."""
+        if not self._any:
+            return {}
+        ranks = dist.get_process_group_ranks(group)
+        mine = {key: value for key, value in own.items() if key.startswith(f"{HOLDER}.{self.tower}.")} if self.first else {}
+        told: list[Any] = [None] * len(ranks)
+        # The type may have been changed since the program was compiled; what is no tensor travels at once.
+        dist.all_gather_object(told, {key: _told(value) for key, value in mine.items()}, group=group)
+        found: dict[str, Any] = {}
+        for tower in range(self._plan.grid.towers):
+            source = self._plan.grid.tower_ranks(tower)[0]
+            for key, (shape, value) in told[source].items():
+                if shape is None:
+                    found[key] = copy.deepcopy(value)
+                    continue
+                tensor = own[key].detach().clone().contiguous() if key in mine else torch.empty(shape, dtype=value, device=device)
+                dist.broadcast(tensor, src=ranks[source], group=group)
+                found[key] = tensor
+        return found
+
+
+@contextmanager
+def unsynchronised(*runners: nn.Module | None) -> Iterator[None]:
+    """``no_sync`` of each that has it."""
+    with ExitStack() as all_of_them:
+        for runner in runners:
+            if isinstance(runner, DistributedDataParallel):
+                all_of_them.enter_context(runner.no_sync())
+        yield
+
+
+def _told(value: Any) -> tuple[Any, Any]:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (None, value)
+
+
+def own_module(root: nn.Module, stage: Stage, rank: int) -> nn.Module | None:
+    """The module of a rank's tower in a tower model's tree, None if the tower has none."""
+    tower = stage.plan.grid.tower_of(rank)
+    return next((root.get_submodule(one.target) for one in stage.vectors if one.tower == tower), None)
+
+
+def drop_other_towers(root: nn.Module, stage: Stage, rank: int) -> frozenset[str]:
+    """Remove the modules of all towers but a rank's own; the state-dict keys that are gone."""
+    if not stage.vectors:
+        return frozenset()
+    tower = str(stage.plan.grid.tower_of(rank))
+    holder = root.get_submodule(HOLDER)
+    gone = [key for key in holder.state_dict(keep_vars=True) if key.partition(".")[0] != tower]
+    for number in [number for number in holder._modules if number != tower]:
+        del holder._modules[number]
+    return frozenset(f"{HOLDER}.{key}" for key in gone)
+
+
+def copy_from_first(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
+    """Give all ranks of a group the values that its first one has; a collective call."""
+    source = dist.get_process_group_ranks(group)[0]
+    with torch.no_grad():
+        for tensor in tensors:
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, src=source, group=group)
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
+
+
+def _averaged(module: nn.Module, group: ProcessGroup, world: int, find_unused: bool) -> DistributedDataParallel:
+    runner = DistributedDataParallel(
+        module,
+        process_group=group,
+        forward_sync_buffers=False,
+        init_sync=False,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=True,
+    )
+
+    def add_up(state: object, bucket: Any) -> Any:
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        assert work is not None
+        # One division of the whole sum keeps whole numbers whole.
+        return work.get_future().then(lambda done: done.value()[0].div_(world))
+
+    # It compares annotations with classes, and here they are text.
+    add_up.__annotations__.clear()
+    runner.register_comm_hook(None, add_up)
+    return runner
