@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch import fx, nn
+from torch import nn
 
 from .analysis import Analysis, analyse, left_flat, record_shapes
 from .capture import Captured, capture
+from .compilation import Compilation, few, recaptured, stages_by_mode
 from .errors import PlanError
-from .graphs import clone_sharing_tensors, copy_graph, deepcopy_values, extras_of, graph_module_over
+from .graphs import clone_sharing_tensors, deepcopy_values
 from .lookups import LookupSet
-from .observe import ExampleInputs, Inputs, split_inputs
+from .observe import ExampleInputs, split_inputs
 from .partition import make_plan
 from .plan import TowerPlan
 from .stage import Stage
@@ -101,7 +102,7 @@ def towerize(
     plan = make_plan(analyses[True].lookups, topology, towers, partition)
     if not analyses[True].lookups.lookups:
         warnings.warn(left_flat({**analyses[False].replicated, **analyses[True].replicated}), stacklevel=2)
-    sample = _few(inputs, analyses)
+    sample = few(inputs, analyses)
     made = None
     if init not in ("layer", "preserve"):
         raise PlanError(f"init must be 'layer' or 'preserve', got {init!r}")
@@ -120,52 +121,6 @@ def towerize(
     elif expand or init != "layer":
         raise PlanError("expand and init say what becomes of what a tower module has compressed: give tower_module=")
     return TowerProgram(captured, analyses, plan, sample, made)
-
-
-def _few(inputs: Inputs | None, analyses: Mapping[bool, Analysis]) -> Any:
-    from .interactions import few_samples
-
-    return few_samples(*inputs, analyses[True].layout) if inputs is not None else None
-
-
-@dataclass(frozen=True)
-class _Compilation:
-    """Analyses and stages are kept by mode (True: training); where the graph does not depend on it, both are the same."""
-
-    captured: Captured
-    analyses: Mapping[bool, Analysis]
-    plan: TowerPlan
-    stages: Mapping[bool, Mapping[str, Stage]]
-    # A few samples of the example inputs, and by mode what was found with them.
-    sample: Any = None
-    tower_model: TowerModel | None = None
-    interactions: dict[bool, tuple[Interaction, ...]] = field(default_factory=dict)
-
-    @property
-    def analysis(self) -> Analysis:
-        """The one for the mode that the model is in."""
-        return self.analyses[self.program.root.training]
-
-    @property
-    def program(self) -> Captured:
-        """What the program computes: the flat model, or the tower model."""
-        return self.captured if self.tower_model is None else self.tower_model.captured
-
-
-def _stages_by_mode(
-    captured: Captured, analyses: Mapping[bool, Analysis], plan: TowerPlan, made: TowerModel | None
-) -> Mapping[bool, Mapping[str, Stage]]:
-    from dmt_compile.passes.pipeline import run
-
-    def stages(mode: bool) -> Mapping[str, Stage]:
-        flat = Stage("flat", captured.graphs[mode], captured.root, analyses[mode].lookups, plan)
-        if made is None:
-            return run(flat)
-        model = Stage("model", made.captured.graphs[mode], made.captured.root, analyses[mode].lookups, plan, made.vectors)
-        return {"flat": flat, **run(model)}
-
-    training = stages(True)
-    return {True: training, False: training if captured.graphs[False] is captured.graphs[True] else stages(False)}
 
 
 class TowerProgram(nn.Module):
@@ -193,7 +148,7 @@ class TowerProgram(nn.Module):
         self.__dict__["_modules"] = root._modules
         self.__dict__["_non_persistent_buffers_set"] = root._non_persistent_buffers_set
         self.training = root.training
-        self._dmt = _Compilation(captured, analyses, plan, _stages_by_mode(captured, analyses, plan, made), sample, made)
+        self._dmt = Compilation(captured, analyses, plan, stages_by_mode(captured, analyses, plan, made), sample, made)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         check_batch(args, kwargs, self._dmt.analysis.layout)
@@ -210,9 +165,9 @@ class TowerProgram(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> TowerProgram:
         made, captured = self._dmt.tower_model, self._dmt.captured
         if made is None:
-            captured = _recaptured(captured, deepcopy_values(captured.root, memo))
+            captured = recaptured(captured, deepcopy_values(captured.root, memo))
         else:
-            made = replace(made, captured=_recaptured(made.captured, deepcopy_values(made.captured.root, memo)))
+            made = replace(made, captured=recaptured(made.captured, deepcopy_values(made.captured.root, memo)))
         return TowerProgram(captured, self._dmt.analyses, self.plan, self._dmt.sample, made)
 
     @property
@@ -400,13 +355,3 @@ class TowerProgram(nn.Module):
         from .render.summary import summary_renderable
 
         return summary_renderable(self)
-
-
-def _recaptured(captured: Captured, root: nn.Module) -> Captured:
-    """The captured graphs over another clone of the module tree."""
-    made: dict[int, fx.GraphModule] = {}
-    for flat in captured.graphs.values():
-        if id(flat) not in made:
-            made[id(flat)] = graph_module_over(root, copy_graph(flat.graph), extras_of(flat), type(flat).__name__)
-    graphs = {mode: made[id(flat)] for mode, flat in captured.graphs.items()}
-    return Captured(graphs, root, captured.leaves, captured.front_end)
