@@ -319,7 +319,37 @@ def test_refused(name: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         compiled(ZOO["deepfm"], make())
     if name not in ("c=p=0", "negative", "width", "rank", "one module for all", "too many", "no such tower"):
-        assert "tower" in str(caught.value)
+        assert "tower 0" in str(caught.value)
+    if name in ("declares nothing", "raises", "batch mixed", "batch statistics", "batch summed", "another type"):
+        assert str(caught.value).startswith(f"{__file__}:")
+
+
+class Norms(nn.Module):
+    """Norms over the vectors, over all columns, and without parameters, before a first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 6) for _ in range(4))
+        self.each, self.bare = nn.LayerNorm(6), nn.LayerNorm((5, 6), elementwise_affine=False)
+        self.bottom, self.all = nn.Linear(3, 6), nn.BatchNorm1d(30)
+        self.top = nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        e = torch.stack([self.bottom(d), *(table(x[:, i]) for i, table in enumerate(self.tables))], dim=1)
+        return self.top(self.all(self.bare(self.each(e)).reshape(-1, 30)))
+
+
+@pytest.mark.parametrize(("module", "vectors", "width"), [(DLRMTower(1, 0, 4), 5, 4), (DLRMTower(0, 1, 6), 3, 6)])
+def test_norms_over_the_vectors(module: DLRMTower, vectors: int, width: int) -> None:
+    inputs = torch.randint(0, 9, (7, 4)), torch.randn(7, 3)
+    program = towerize(Norms(), TWO, example_inputs=inputs, tower_module=module)
+    root = made(program).captured.root
+    assert made(program).way == "re-sized"
+    assert tuple(root.each.weight.shape) == root.each.normalized_shape == (width,)
+    assert root.bare.normalized_shape == (vectors, width)
+    assert root.all.running_mean.shape == root.all.weight.shape == (root.all.num_features,) == (vectors * width,)
+    assert (root.top[0].in_features, root.bottom.out_features) == (vectors * width, width)
+    assert program(*inputs).shape == (7, 1)
 
 
 def test_refused_options() -> None:

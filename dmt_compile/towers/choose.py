@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -36,7 +37,7 @@ def make_modules(
         if not served:
             continue
         widths = tuple(lookups.lookup[name].dim for name in served)
-        where = f"tower_module of tower {number} ({len(served)} features: {_short(served)})"
+        where = f"{_line(factories[number])}tower_module of tower {number} ({len(served)} features: {_short(served)})"
         dtypes = {lookups.lookup[name].dtype for name in served}
         if len(dtypes) > 1:
             raise PlanError(f"{where}: its vectors are of different types, {', '.join(sorted(map(str, dtypes)))}")
@@ -182,6 +183,17 @@ def _run(module: nn.Module, rows: torch.Tensor, where: str) -> torch.Tensor:
     if made.dtype != rows.dtype:
         raise PlanError(f"{where}: it takes {rows.dtype} and returns {made.dtype}, but rows travel in the type of the tables")
     return made
+
+
+def _line(factory: Any) -> str:
+    """Where a module or a factory is written, as a beginning of an error; nothing for those of this library."""
+    target = factory if isinstance(factory, type) or inspect.isfunction(factory) else type(factory)
+    if target.__module__.partition(".")[0] in ("dmt_compile", "torch", "builtins"):
+        return ""
+    try:
+        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}: "
+    except (OSError, TypeError):
+        return ""
 
 
 def _short(names: Sequence[str]) -> str:
