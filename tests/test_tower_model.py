@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,18 @@ def test_torchrec_models_keep_their_weights(name: str) -> None:
     model = models.torchrec_model(name)
     program = towerize(model, TWO, example_inputs=inputs, tower_module=SAME, init="preserve")
     torch.testing.assert_close(program(*inputs), model(*inputs), rtol=0, atol=0)
+
+
+def test_inputs_in_a_dataclass() -> None:
+    """A model that takes one `Batch` is re-sized like the model that takes its parts."""
+    program = towerize(
+        models.training_model("DLRM"), TWO, example_inputs=(models.torchrec_batch(5),), tower_module=NARROW, init="preserve"
+    )
+    assert made(program).why == ""
+    assert made(program).resized == {f"model.{name}": shapes for name, shapes in TORCHREC["DLRM"].items()}
+    loss, _ = program(models.torchrec_batch(4))
+    loss.backward()
+    assert math.isfinite(float(loss.detach()))
 
 
 class ByHand(nn.Module):
