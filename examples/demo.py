@@ -153,25 +153,27 @@ def _tower_modules(
     before = evaluate(program, test) if warm else None
     trained = train_here(settings, program, train, test, console, first_epoch=settings.epochs if warm else 0)
     table = Table(
-        caption="One seed. The warm start begins where the flat model's training ended, and goes on for as many epochs."
-        if warm
-        else "One seed; both models are trained on the same batches.",
+        caption="One seed. Ratio: columns of the embeddings over columns that cross hosts. "
+        + (
+            "The warm start begins where the flat model's training ended, and goes on for as many epochs."
+            if warm
+            else "Both models are trained on the same batches."
+        ),
         caption_justify="left",
     )
     table.add_column("model")
-    for name in ("compression", "train loss", "test loss", "test AUC", "less than flat", "seconds"):
+    for name in ("ratio", "test loss", "test AUC", "below flat", "seconds"):
         table.add_column(name, justify="right")
+    ratio = f"{compression(program):.2f}"
 
-    def row(title: str, ratio: float, train_loss: str, test_loss: float, auc: float, seconds: str) -> None:
-        below = "" if title == "flat" else f"{flat.auc - auc:+.5f}"
-        table.add_row(title, f"{ratio:.2f}", train_loss, f"{test_loss:.5f}", f"{auc:.5f}", below, seconds)
+    def row(title: str, test_loss: float, auc: float, seconds: float | None) -> None:
+        values = f"{test_loss:.5f}", f"{auc:.5f}", f"{flat.auc - auc:+.5f}"
+        table.add_row(title, ratio, *values, "" if seconds is None else f"{seconds:.1f}")
 
-    row("flat", 1.0, f"{flat.train_loss:.5f}", flat.test_loss, flat.auc, f"{flat.seconds:.1f}")
-    ratio = compression(program)
+    table.add_row("flat", "1.00", f"{flat.test_loss:.5f}", f"{flat.auc:.5f}", "", f"{flat.seconds:.1f}")
     if before is not None:
-        row("tower modules, warm start", ratio, "", *before, "")
-    title = "tower modules, trained on" if warm else "tower modules"
-    row(title, ratio, f"{trained.train_loss:.5f}", trained.test_loss, trained.auc, f"{trained.seconds:.1f}")
+        row("towers, warm start", *before, None)
+    row("towers, trained on" if warm else "towers", trained.test_loss, trained.auc, trained.seconds)
     console.print(table)
 
 
