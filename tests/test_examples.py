@@ -67,6 +67,22 @@ def test_train_dlrm_on_one_device() -> None:
 # Tower modules
 
 
+def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """The passage on tower modules, behind the script that it refers to, prints what it says and runs to its end."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    codes = [code for language, code in blocks if language == "python"]
+    (script,) = [code for code in codes if code.startswith("import torch\n")]
+    first, others = [code for code in codes if "DLRMTower" in code]
+    printed = blocks[blocks.index(("python", first)) + 1][1]
+    names: dict[str, object] = {}
+    exec(script + "\ntopology = dmt_compile.Topology(hosts=2, ranks_per_host=2)\n", names)
+    capsys.readouterr()
+    exec(first, names)
+    assert capsys.readouterr().out == printed
+    exec(others, names)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
