@@ -99,8 +99,8 @@ def _row(rows: dict[str, Row], title: str, ratio: float = 1.0) -> Row:
 def table(rows: dict[str, Row], references: dict[str, str]) -> Table:
     """Median and spread of each row; differences are taken seed by seed from the row that `references` names."""
     made = Table(box=box.MARKDOWN)
-    made.add_column("model")
-    for name in ("ratio", "AUC, median", "min..max", "std", "loss, median", "AUC less than flat", "min..max", "difference"):
+    made.add_column("model", no_wrap=True)
+    for name in ("ratio", "AUC, median", "min..max", "std", "loss, median", "below flat", "min..max", "difference"):
         made.add_column(name, justify="right")
     for title, row in rows.items():
         cells = [f"{row.ratio:.1f}", f"{statistics.median(row.auc):.4f}", _range(row.auc), f"{_spread(row.auc):.4f}"]
