@@ -2,10 +2,13 @@
 
     python examples/demo.py                          # MovieLens-100K
     python examples/demo.py --data criteo PATH       # a Criteo-format file
+    python examples/demo.py --ratio 4                # also with tower modules that compress 4 times
 
 Prints the plan, the diff and the certificate; then trains the flat model in this process and the
 towers on `hosts * ranks-per-host` gloo processes of this machine that stand for the ranks of as many
-hosts, with the same seed and the same global batches. Exit status: 0 if both agree, 1 if they do not
+hosts, with the same seed and the same global batches. With tower modules (`--tower-module`, or `--ratio`
+for short) the model is another one; it is trained on one device and its AUC stands beside the flat
+model's. Exit status: 0 if both agree, 1 if they do not
 or a rank failed, 2 if the input cannot be used.
 """
 
@@ -21,7 +24,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,22 +35,24 @@ if __name__ == "__main__":  # run as a script: import `examples` from the reposi
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import dmt_compile
 from dmt_compile.errors import DmtError
 from examples.data import DataError, RecDataset, criteo
+from examples.tower_modules import FORMS, RATIOS, TowerModule, compression, described, narrowed, tower_module, tower_program
 from examples.training import (
     WAIT,
     Result,
     Settings,
     build_model,
+    evaluate,
     evaluate_flat,
     load_data,
-    train_flat,
+    train_here,
     train_towers,
 )
 
@@ -64,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     errors = Console(stderr=True)
     try:
-        settings, timeout = _parse(arguments)
+        settings, choice, timeout = _parse(arguments)
         train, test = load_data(settings)
         settings = _fit_batch(settings, train)
-        _demo(console, settings, train, test, timeout)
+        _demo(console, settings, choice, train, test, timeout)
         return 0
     except DataError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -78,7 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _demo(console: Console, settings: Settings, train: RecDataset, test: RecDataset, timeout: int) -> None:
+@dataclass(frozen=True)
+class Choice:
+    """The tower module to try, if any, and how its model begins: "layer" or "preserve"."""
+
+    module: TowerModule | None
+    init: str
+
+
+def _demo(console: Console, settings: Settings, choice: Choice, train: RecDataset, test: RecDataset, timeout: int) -> None:
     rows = sum(train.table_sizes.values())
     positive = float(train.labels.mean())
     bags = sum(feature.multi_hot for feature in train.sparse)
@@ -92,8 +105,7 @@ def _demo(console: Console, settings: Settings, train: RecDataset, test: RecData
         + (f"; the last {tail} samples of an epoch are dropped." if tail else "."),
         highlight=False,
     )
-    topology = dmt_compile.Topology(hosts=settings.hosts, ranks_per_host=settings.ranks_per_host)
-    program = dmt_compile.towerize(build_model(settings, train), topology)
+    program = tower_program(settings, build_model(settings, train), train)
 
     console.rule("Plan")
     _show(console, program)
@@ -106,7 +118,8 @@ def _demo(console: Console, settings: Settings, train: RecDataset, test: RecData
         raise RuntimeError("the tower program was not proved equal to the flat model")
 
     console.rule("Flat, one process")
-    flat = train_flat(settings, train, test, console)
+    model = build_model(settings, train)
+    flat = train_here(settings, model, train, test, console)
     ranks = settings.world_size
     console.rule(f"Towers, {ranks} gloo processes")
     with tempfile.TemporaryDirectory() as folder:
@@ -118,6 +131,50 @@ def _demo(console: Console, settings: Settings, train: RecDataset, test: RecData
     console.print(_results(flat, towers[0], back, ranks))
     console.print(_traffic(towers, settings.ranks_per_host))
     _judge(console, flat, towers[0], back)
+    if choice.module is not None:
+        console.rule("Tower modules, one process")
+        _tower_modules(console, settings, choice, choice.module, model, flat, train, test)
+
+
+def _tower_modules(
+    console: Console,
+    settings: Settings,
+    choice: Choice,
+    module: TowerModule,
+    model: nn.Module,
+    flat: Result,
+    train: RecDataset,
+    test: RecDataset,
+) -> None:
+    """Train the tower model like the flat one; with a warm start it begins with the weights of `model`, which is trained."""
+    warm = choice.init == "preserve"
+    program = tower_program(settings, model if warm else build_model(settings, train), train, module, choice.init)
+    console.print(described(program), highlight=False)
+    before = evaluate(program, test) if warm else None
+    trained = train_here(settings, program, train, test, console, first_epoch=settings.epochs if warm else 0)
+    table = Table(
+        caption="One seed. Ratio: columns of the embeddings over columns that cross hosts. "
+        + (
+            "The warm start begins where the flat model's training ended, and goes on for as many epochs."
+            if warm
+            else "Both models are trained on the same batches."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("model")
+    for name in ("ratio", "test loss", "test AUC", "below flat", "seconds"):
+        table.add_column(name, justify="right")
+    ratio = f"{compression(program):.2f}"
+
+    def row(title: str, test_loss: float, auc: float, seconds: float | None) -> None:
+        values = f"{test_loss:.5f}", f"{auc:.5f}", f"{flat.auc - auc:+.5f}"
+        table.add_row(title, ratio, *values, "" if seconds is None else f"{seconds:.1f}")
+
+    table.add_row("flat", "1.00", f"{flat.test_loss:.5f}", f"{flat.auc:.5f}", "", f"{flat.seconds:.1f}")
+    if before is not None:
+        row("towers, warm start", *before, None)
+    row("towers, trained on" if warm else "towers", trained.test_loss, trained.auc, trained.seconds)
+    console.print(table)
 
 
 def launch(settings: Settings, weights: Path, width: int, timeout: int) -> list[Result]:
@@ -213,7 +270,7 @@ def _judge(console: Console, flat: Result, towers: Result, back: tuple[float, fl
         raise RuntimeError("the towers do not agree with the flat model to the stated tolerance")
 
 
-def _parse(arguments: Sequence[str] | None) -> tuple[Settings, int]:
+def _parse(arguments: Sequence[str] | None) -> tuple[Settings, Choice, int]:
     parser = argparse.ArgumentParser(description="Flat DLRM against its towers, on real processes.")
     parser.add_argument(
         "--data",
@@ -235,7 +292,23 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Settings, int]:
         suffix = "" if default is None else f" (default: {default})"
         parser.add_argument(name, type=_positive, default=default, metavar="N", help=text + suffix)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, split and order")
+    modules = parser.add_mutually_exclusive_group()
+    modules.add_argument("--tower-module", type=tower_module, metavar="MODULE", help=f"train it beside the flat model: {FORMS}")
+    modules.add_argument("--ratio", type=int, choices=RATIOS, help="short for dlrm:c=1,p=0 with dim = --dim / ratio")
+    parser.add_argument(
+        "--init",
+        choices=("layer", "preserve"),
+        help="the tower model's first weights: drawn (default), or kept from the trained flat model",
+    )
     options = parser.parse_args(arguments)
+    module = options.tower_module
+    if options.ratio is not None:
+        try:
+            module = narrowed(options.dim, options.ratio)
+        except ValueError as error:
+            parser.error(f"--ratio {options.ratio}: {error}")
+    if options.init is not None and module is None:
+        parser.error(f"--init {options.init}: give --tower-module or --ratio, whose weights it is about")
     match options.data:
         case ["movielens"]:
             path = None
@@ -254,7 +327,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Settings, int]:
         seed=options.seed,
         dim=options.dim,
     )
-    return settings, options.timeout
+    return settings, Choice(module, options.init or "layer"), options.timeout
 
 
 def _fit_batch(settings: Settings, train: RecDataset) -> Settings:

@@ -105,14 +105,18 @@ def build_model(settings: Settings, data: RecDataset) -> DLRMTrain:
     return DLRMTrain(DLRM(tables, len(data.dense_names), [64, dim], [128, 64, 1]))
 
 
-def train_flat(settings: Settings, train: RecDataset, test: RecDataset, console: Console) -> Result:
-    """Train the flat model on whole global batches in this process."""
+def train_here(
+    settings: Settings, module: nn.Module, train: RecDataset, test: RecDataset, console: Console, *, first_epoch: int = 0
+) -> Result:
+    """Train a flat model, or a program compiled from it, on whole global batches in this process.
+
+    The order of the batches of `first_epoch` and the epochs after it is taken.
+    """
     torch.set_num_threads(1)  # as every rank has; a second one gains nothing at this size
-    model = build_model(settings, train)
-    tables = [p for name, p in model.named_parameters() if ".embedding_bags." in name]
-    dense = [p for name, p in model.named_parameters() if ".embedding_bags." not in name]
-    loss, seconds, steps = _train(settings, model, tables, dense, train, console)
-    test_loss, auc = evaluate(model, test)
+    tables = [p for name, p in module.named_parameters() if ".embedding_bags." in name]
+    dense = [p for name, p in module.named_parameters() if ".embedding_bags." not in name]
+    loss, seconds, steps = _train(settings, module, tables, dense, train, console, first_epoch)
+    test_loss, auc = evaluate(module, test)
     return Result(loss, test_loss, auc, seconds, steps)
 
 
@@ -151,6 +155,7 @@ def _train(
     dense: list[nn.Parameter],
     data: RecDataset,
     console: Console,
+    first_epoch: int = 0,
 ) -> tuple[float, float, int]:
     """Train on this rank's share of every global batch: mean loss of the last epoch, seconds, steps."""
     rank, world_size = _rank()
@@ -161,7 +166,7 @@ def _train(
     total = torch.zeros((), dtype=torch.float64)
     start = time.perf_counter()
     with _progress(console) as progress:
-        for epoch in range(settings.epochs):
+        for epoch in range(first_epoch, first_epoch + settings.epochs):
             task = progress.add_task(f"epoch {epoch + 1}", total=steps, what=what, loss=math.nan)
             total.zero_()
             batches = data.batches(settings.batch_size, settings.seed, epoch=epoch, rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""The short examples, started as a user starts it."""
+"""The examples, started as a user starts them, and what the demo and the study of AUC say of tower modules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
+
+from dmt_compile import CrossTower, DLRMTower, PassThrough
+from examples import demo, tower_quality
+from examples.data import RecDataset, SparseFeature
+from examples.tower_modules import TowerModule, compression, tower_module, tower_program
+from examples.training import Settings, build_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "examples" / "train_dlrm.py")
@@ -54,3 +62,143 @@ def test_train_dlrm_on_one_device() -> None:
     losses = _losses(output)
     assert losses[-1] < losses[0]
     assert "not started with torchrun" in output
+
+
+# Tower modules
+
+
+def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """The passage on tower modules, behind the script that it refers to, prints what it says and runs to its end."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    codes = [code for language, code in blocks if language == "python"]
+    (script,) = [code for code in codes if code.startswith("import torch\n")]
+    first, others = [code for code in codes if "DLRMTower" in code]
+    printed = blocks[blocks.index(("python", first)) + 1][1]
+    names: dict[str, object] = {}
+    exec(script + "\ntopology = dmt_compile.Topology(hosts=2, ranks_per_host=2)\n", names)
+    capsys.readouterr()
+    exec(first, names)
+    assert capsys.readouterr().out == printed
+    exec(others, names)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dlrm:c=2,p=1,dim=8", DLRMTower(2, 1, 8)),
+        ("dlrm:dim=4", DLRMTower(1, 0, 4)),
+        ("cross:dim=16,layers=2,rank=4", CrossTower(16, 2, 4)),
+        ("pass", PassThrough()),
+    ],
+)
+def test_tower_module_is_read(text: str, expected: TowerModule) -> None:
+    assert tower_module(text) == expected
+
+
+WRONG = {
+    ("--tower-module", "dcn:dim=8"): r"--tower-module: 'dcn:dim=8': expected dlrm:.* cross:.* or pass",
+    ("--tower-module", "dlrm:d=8"): r"found 'd=8', but dlrm takes once each of c, p, dim, as name=number",
+    ("--tower-module", "dlrm:dim"): r"found 'dim', but dlrm takes",
+    ("--tower-module", "cross:dim=8,dim=4"): r"found 'dim=4', but cross takes once each of dim, layers, rank",
+    ("--tower-module", "pass:dim=8"): r"found 'dim=8', but pass takes nothing",
+    ("--tower-module", "dlrm:dim=wide"): r"dim is 'wide', expected a whole number",
+    ("--tower-module", "dlrm:c=1"): r"give dim=, the width",
+    ("--tower-module", "dlrm:c=0,p=0,dim=8"): r"makes no vectors at all",
+    ("--tower-module", "cross:dim=8,rank=0"): r"rank must be a whole number, 1 or more, got 0",
+    ("--tower-module", "pass", "--ratio", "2"): r"--ratio: not allowed with argument --tower-module",
+    ("--ratio", "3"): r"--ratio: invalid choice: 3",
+    ("--ratio", "8", "--dim", "12"): r"--ratio 8: embeddings of width 12 cannot be made 8 times narrower",
+    ("--init", "preserve"): r"--init preserve: give --tower-module or --ratio",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_demo_refuses(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        demo.main(arguments)
+    assert caught.value.code == 2
+    assert re.search(WRONG[arguments], " ".join(capsys.readouterr().err.split()))
+
+
+def _criteo(path: Path, rows: int) -> Path:
+    """A file whose label is the first category."""
+    ids = torch.randint(0, 40, (rows, 26), generator=torch.Generator().manual_seed(0)).tolist()
+    lines = ["\t".join([str(own[0] % 2), *["1"] * 13, *(f"{one:x}" for one in own)]) for own in ids]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.multi_rank
+@pytest.mark.parametrize(
+    ("arguments", "ratio", "rows"),
+    [
+        (("--ratio", "4"), "4.00", ("flat", "towers")),
+        (
+            ("--tower-module", "dlrm:dim=16", "--init", "preserve"),
+            "1.00",
+            ("flat", "towers, warm start", "towers, trained on"),
+        ),
+    ],
+)
+def test_demo_with_tower_modules(arguments: tuple[str, ...], ratio: str, rows: tuple[str, ...], tmp_path: Path) -> None:
+    file = _criteo(tmp_path / "tiny.tsv", 500)
+    size = ("--hosts", "2", "--ranks-per-host", "1", "--criteo-rows", "50")
+    output = _run(str(ROOT / "examples" / "demo.py"), "--data", "criteo", str(file), *size, *arguments)
+    assert "tower 1: 13 features of width 16" in output
+    result = output[output.index("Tower modules, one process") :]
+    found = {title.strip(): cells for title, *cells in (line.split("│")[1:-1] for line in result.split("\n") if "│" in line)}
+    assert tuple(found) == rows
+    aucs = {title: float(cells[2]) for title, cells in found.items()}
+    assert all(0 <= auc <= 1 for auc in aucs.values())
+    assert {cells[0].strip() for title, cells in found.items() if title != "flat"} == {ratio}
+    if "preserve" in arguments:
+        assert aucs["towers, warm start"] == aucs["flat"]
+
+
+def _data(rows: int, seed: int) -> RecDataset:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(0, 10, (rows,), generator=generator) for _ in range(4)]
+    sparse = tuple(SparseFeature.single(name, 10, one) for name, one in zip("abcd", ids, strict=True))
+    return RecDataset("made up", ("x",), torch.randn(rows, 1, generator=generator), sparse, (ids[0] % 2).float())
+
+
+SMALL = Settings(None, 0, 0, hosts=2, ranks_per_host=1, epochs=1, batch_size=32, seed=0, dim=8)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"), [(DLRMTower(1, 0, 2), 4.0), (DLRMTower(1, 1, 4), 32 / 24), (CrossTower(8, 1, 2), 2.0)]
+)
+def test_compression(module: TowerModule, expected: float) -> None:
+    data = _data(64, 0)
+    program = tower_program(SMALL, build_model(SMALL, data), data, module)
+    assert compression(program) == pytest.approx(expected)
+
+
+def test_study_of_auc() -> None:
+    train, test = _data(256, 0), _data(128, 1)
+    drawn, warm = tower_quality.study(SMALL, (0, 1), 1, train, test, Console(quiet=True))
+    assert {title: row.ratio for title, row in drawn.items()} == {
+        **{"flat": 1, "SPTT": 1},
+        **{"towers of 4": 2, "towers of 2": 4, "towers of 1": 8},
+    }
+    assert tower_quality.verdict(drawn["SPTT"].auc, drawn["flat"].auc) == "equal"
+    assert warm["towers of 8"].auc == warm["flat"].auc == drawn["flat"].auc
+    assert warm["towers of 1"].auc != warm["flat"].auc
+    assert all(len(row.auc) == len(row.loss) == 2 for row in (*drawn.values(), *warm.values()))
+    assert list(warm)[5:] == [f"{title}, trained on" for title in list(warm)[:5]]
+
+
+@pytest.mark.parametrize(
+    ("auc", "verdict"),
+    [
+        ((0.7, 0.8, 0.9), "equal"),
+        ((0.5, 0.6, 0.65), "apart"),
+        ((0.95, 0.92, 0.91), "apart"),
+        ((0.69, 0.79, 0.89), "every seed"),
+        ((0.69, 0.81, 0.9), "within spread"),
+    ],
+)
+def test_what_the_spread_tells(auc: tuple[float, ...], verdict: str) -> None:
+    assert tower_quality.verdict(auc, (0.7, 0.8, 0.9)) == verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from dmt_compile import CaptureError, CrossTower, DLRMTower, PassThrough, PlanError, Topology, TowerProgram, towerize
 from dmt_compile.capture import attempts
 from dmt_compile.towers.model import TowerModel
+from dmt_compile.towers.preserve import largest
 
 TWO = Topology(2, 1)
 NARROW, ONE, SEVERAL, WIDER = DLRMTower(1, 0, 4), DLRMTower(0, 1, DIM), DLRMTower(0, 3, 5), DLRMTower(1, 0, DIM + 3)
@@ -173,6 +175,29 @@ def test_torchrec_models_keep_their_weights(name: str) -> None:
     model = models.torchrec_model(name)
     program = towerize(model, TWO, example_inputs=inputs, tower_module=SAME, init="preserve")
     torch.testing.assert_close(program(*inputs), model(*inputs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_warm_start_keeps_the_largest_part_on_the_side_of_positive_columns(seed: int) -> None:
+    """A sign is free for the vectors of lookups, but not for a dense vector that comes out of a ReLU."""
+    rows = torch.randn(50, 6, generator=torch.Generator().manual_seed(seed)) @ torch.diag(torch.arange(1.0, 7))
+    found = largest(rows, 3)
+    torch.testing.assert_close(found @ found.mT, torch.eye(3))
+    assert (found.sum(dim=1) >= 0).all()
+    values = torch.linalg.svdvals(rows)
+    torch.testing.assert_close((rows @ found.mT).square().sum(), values[:3].square().sum())
+
+
+def test_inputs_in_a_dataclass() -> None:
+    """A model that takes one `Batch` is re-sized like the model that takes its parts."""
+    program = towerize(
+        models.training_model("DLRM"), TWO, example_inputs=(models.torchrec_batch(5),), tower_module=NARROW, init="preserve"
+    )
+    assert made(program).why == ""
+    assert made(program).resized == {f"model.{name}": shapes for name, shapes in TORCHREC["DLRM"].items()}
+    loss, _ = program(models.torchrec_batch(4))
+    loss.backward()
+    assert math.isfinite(float(loss.detach()))
 
 
 class ByHand(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
 
 from ..adapters import torchrec as torchrec_adapter
 from ..capture import Captured
@@ -18,6 +17,7 @@ from ..graphs import clone_sharing_tensors, deepcopy_values, extras_of, graph_mo
 from ..interactions.find import follow
 from ..interactions.tape import Tape
 from ..lookups import LookupSet
+from ..nested import take_apart
 from ..plan import TowerPlan
 from ..resize import Derivation, NewSizes, Unfit, apply_sizes
 from ..verify.deal import Layout
@@ -288,7 +288,8 @@ def _given(derivation: Derivation, found: _Found, inserted: Inserted) -> dict[fx
 
     for node in inserted.graph.nodes:
         if node.name in held:
-            given[node] = tree_map_only(torch.Tensor, empty, held[node.name])
+            tensors, template = take_apart(held[node.name])
+            given[node] = template.build([empty(one) if isinstance(one, torch.Tensor) else one for one in tensors])
         elif node.name in outputs:
             output = outputs[node.name]
             served = [lookups.lookup[name] for name in output.lookups]

@@ -98,7 +98,8 @@ def keep_and_bring_back(module: nn.Module, expansion: nn.Module, rows: torch.Ten
 def largest(rows: torch.Tensor, count: int) -> torch.Tensor:
     """The (count, columns) matrix with orthonormal rows that keeps most of ``rows``: their first right singular vectors.
 
-    Where ``count`` is no less than the columns, all of them as they are, and zeros.
+    Where ``count`` is no less than the columns, all of them as they are, and zeros. Signs are such that no row's sum is negative: a
+    dense vector that joins has often come through a ReLU, which cuts off what is negative of its re-sized layer.
     """
     columns = rows.shape[1]
     if count >= columns:
@@ -106,8 +107,9 @@ def largest(rows: torch.Tensor, count: int) -> torch.Tensor:
     wide = rows.double()
     # Few columns, many rows.
     _, vectors = torch.linalg.eigh(wide.mT @ wide)
-    kept: torch.Tensor = vectors.flip(1)[:, :count].mT.to(rows.dtype).contiguous()
-    return kept
+    kept = vectors.flip(1)[:, :count].mT
+    kept = torch.where(kept.sum(dim=1, keepdim=True) < 0, -kept, kept)
+    return kept.to(rows.dtype).contiguous()
 
 
 def seen_vectors(inserted: Inserted, root: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[torch.Tensor]:
