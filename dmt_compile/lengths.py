@@ -9,13 +9,15 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from .capture.captured import Captured, differs
+from .adapters import torchrec as torchrec_adapter
+from .capture.captured import Captured, differs, disagrees
 from .errors import CaptureError, DmtError
 from .nested import take_apart
 from .observe import Inputs, shapes_on
 from .verify.deal import Layout, batch_size, deal_sizes, ragged_tensors
 
 _SAMPLES = 4
+_ONE = "the example has one id per sample, which does not show whether the model takes more: give one with more of them"
 
 Shapes = Mapping[str, tuple[int, ...]]
 Found = TypeVar("Found")
@@ -44,7 +46,7 @@ class Lengths:
         batch's.
         """
         sizes = dict.fromkeys(size for place, size in enumerate(shape) if place != grows and size > 1)
-        found = "the number is not a size of the inputs" if sizes else ""
+        found = "the number is not a size of the inputs" if sizes else _ONE
         for size in sizes:
             shapes = _once(self._shapes, size, self._shapes_by_length)
             if isinstance(shapes, str):
@@ -88,11 +90,14 @@ class Lengths:
             difference = differs(self.captured, by_length[length])
             if difference is not None:
                 return f"with {length}, {difference}"
-        return None
+        # What squeeze() takes away is there for every other length; a model that needs several ids may refuse one.
+        difference = disagrees(self.captured, self._changed(by_length[size], size, 1)) if size > 2 else None
+        return f"with 1, {difference.partition(chr(10))[0]}" if difference is not None else None
 
     def _changed(self, inputs: Inputs, size: int, length: int) -> Inputs:
         ragged = ragged_tensors(*inputs, self.layout)
-        leaves, template = take_apart([*inputs])
+        # The sizes in a KeyedJaggedTensor are its own: of its lengths, (B, F), the last is the number of its keys.
+        leaves, template = take_apart([*inputs], lambda value: isinstance(value, torch.Tensor) or torchrec_adapter.is_jagged(value))
         args, kwargs = template.build([leaf if id(leaf) in ragged else _resized(leaf, size, length) for leaf in leaves])
         return args, kwargs
 

@@ -12,6 +12,7 @@ from distributed_cases import copied, gradients_of, objective
 from plain_models import BIG, CASES
 from ranks import Ranks
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from dmt_compile import InputError, Topology, TowerProgram, towerize
 from dmt_compile.verify.compare import bits_differ
@@ -112,14 +113,40 @@ class FlattenedInTraining(Reads):
         return self.wide(rows.flatten(1)) if self.training else rows.mean(1)
 
 
+class Squeezed(Reads):
+    """One row a sample is taken for no history."""
+
+    def read(self, history: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        rows = self.table(history).squeeze(1)
+        return rows.sum(1) if rows.dim() == 3 else rows.tanh()
+
+
+class SqueezedIds(Reads):
+    def read(self, history: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        ids = history.squeeze(1)
+        return self.table(ids).mean(1) if ids.dim() == 2 else self.table(ids)
+
+
+class Windows(Reads):
+    """Takes no history that is shorter than its windows."""
+
+    def make(self) -> None:
+        self.over = nn.Conv1d(2, 2, 3)
+
+    def read(self, history: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        return self.over(self.table(history).mT).sum(2)
+
+
 FREE = {Mean: 1, Masked: 1, Recurrent: 2, Last: 2, ByMode: 2}
 """Models that take any number, and the number of their rounds."""
 
 FIXED = {
-    Flattened: r"with 4, \S+:\d+: the model does not run: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
-    Positions: r"with 4, \S+:\d+: the model does not run: RuntimeError: The size of tensor a",
+    Flattened: r"with 4, \S+:\d+: `.*`: the model does not run: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    Positions: r"with 4, \S+:\d+: `.*`: the model does not run: RuntimeError: The size of tensor a",
+    Squeezed: r"with 1, \S+:\d+: the graph raises IndexError: Dimension out of range",
+    SqueezedIds: r"with 1, \S+:\d+: the graph raises IndexError: Dimension out of range",
     Sliced: r"the number is not a size of the inputs",
-    FlattenedInTraining: r"with 4, \S+:\d+: the model does not run: RuntimeError: mat1 and mat2 shapes cannot",
+    FlattenedInTraining: r"with 4, \S+:\d+: `.*`: the model does not run: RuntimeError: mat1 and mat2 shapes cannot",
 }
 
 
@@ -160,15 +187,64 @@ def test_a_model_that_takes_one_number_only(kind: type[Reads]) -> None:
     source = next(source for source in program.lookups.sources if source.count > 1)
     assert re.search(FIXED[kind], source.because)
     if kind is not Sliced:
-        message = rf"'history' has ids of shape \(3, 6\), the model was compiled for 5 per sample .*{FIXED[kind]}"
+        message = rf"'(history|squeeze)' has ids of shape \(3, 6\), the model was compiled for shape \(B, 5\) .*{FIXED[kind]}"
         with pytest.raises(InputError, match=message):
             program.verify(*batch(9, 6))
+
+
+def test_a_model_that_takes_no_single_row() -> None:
+    program = compiled(Windows)
+    assert program.verify(*batch(9, 3), steps=0).passed
+    assert program.verify(*batch(9, 8), steps=0).passed
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+        program(*batch(9, 1))
+
+
+def test_an_example_of_one_id_per_sample() -> None:
+    program = towerize(Mean(), Topology(2, 2), example_inputs=batch(7, 1))
+    with pytest.raises(InputError, match=r"'history' has ids of shape \(\d, 6\), .*\(the example has one id per sample, .*\)"):
+        program.verify(*batch(9, 6))
+    program = towerize(Mean(), Topology(2, 2), example_inputs=batch(7, 1), dynamic_ids=True)
+    assert program.verify(*batch(9, 6), steps=0).passed
+
+
+class BesideKeys(nn.Module):
+    """A history beside keyed ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keyed = EmbeddingBagCollection(tables=[bags(name) for name in "abc"])
+        self.table = nn.Embedding(BIG, 2)
+
+    def forward(self, keyed: KeyedJaggedTensor, history: torch.Tensor) -> torch.Tensor:
+        return self.keyed(keyed).values().sum(1) + self.table(history).tanh().sum((1, 2))
+
+
+def bags(name: str) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(name=name, embedding_dim=2, num_embeddings=BIG, feature_names=[f"f_{name}"])
+
+
+@pytest.mark.parametrize("keys", ["abc", "a"])
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_sizes_of_keyed_ids_are_no_lengths(keys: str, length: int) -> None:
+    """As many keys, or as many ids in a bag, as there are ids in a history."""
+    model = BesideKeys()
+    model.keyed = EmbeddingBagCollection(tables=[bags(name) for name in keys])
+
+    def made(size: int, per_bag: int, ids: int) -> tuple[Any, ...]:
+        lengths = torch.full((size * len(keys),), per_bag)
+        values = torch.arange(int(lengths.sum())) % BIG
+        return KeyedJaggedTensor([f"f_{key}" for key in keys], values, lengths=lengths), batch(size, ids)[0]
+
+    program = towerize(model, Topology(2, 2), example_inputs=made(7, length, length))
+    assert [source.because for source in program.lookups.sources] == ["", ""]
+    assert program.verify(*made(6, 1, 7), steps=0).passed
 
 
 def test_the_number_can_be_fixed_or_freed() -> None:
     program = compiled(Recurrent, dynamic_ids=False)
     assert len(program.lookups.rounds) == 1
-    with pytest.raises(InputError, match=r"pad or cut them to that number \(or compile without dynamic_ids=False\)"):
+    with pytest.raises(InputError, match=r"pad or cut them to that shape \(or compile without dynamic_ids=False\)"):
         program.verify(*batch(9, 6))
     program = compiled(Positions, dynamic_ids=True)
     assert len(program.lookups.rounds) == 2
@@ -277,6 +353,31 @@ def test_ranks_with_histories_of_other_lengths(ranks: Ranks, kind: type[Reads]) 
             assert expected is not None
             whole = [x.to_dense() if x.is_sparse else x for x in (gradient, expected)]
             torch.testing.assert_close(*whole)
+
+
+def compiled_apart(kind: type[Reads], samples: tuple[int, int], lengths: tuple[int, int]) -> None:
+    """Runs on a rank: distributes what was compiled with an example of its own."""
+    rank = dist.get_rank()
+    towerize(kind(), Topology(1, 2), example_inputs=batch(samples[rank], lengths[rank])).distribute().close()
+
+
+@pytest.mark.multi_rank
+def test_ranks_compiled_with_other_samples_and_lengths(ranks: Ranks) -> None:
+    ranks(2, compiled_apart, Masked, (6, 9), (5, 7))
+
+
+@pytest.mark.multi_rank
+@pytest.mark.parametrize(
+    ("kind", "lengths", "expected"),
+    [
+        (Squeezed, (5, 7), "lookups.table.ids per sample is 5 on rank 0 and 7 on rank 1"),
+        (Mean, (5, 1), 'lookups.table.ids per sample is "any" on rank 0 and 1 on rank 1'),
+    ],
+)
+def test_ranks_compiled_for_other_numbers_refuse(ranks: Ranks, kind: type[Reads], lengths: tuple[int, int], expected: str) -> None:
+    for outcome in ranks.outcomes(2, compiled_apart, kind, (6, 6), lengths):
+        assert outcome.error == "DistributedError", outcome.trace
+        assert expected in outcome.message
 
 
 def none_on_ranks() -> list[str]:

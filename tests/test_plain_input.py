@@ -13,6 +13,7 @@ from plain_models import BIG, CASES
 from torch import nn
 
 from dmt_compile import CaptureError, InputError, PlanError, Topology, TopologyError, TowerProgram, towerize
+from dmt_compile.adapters.plain_ids import read_ids
 from dmt_compile.errors import DmtError
 
 GRID = Topology(2, 2)
@@ -54,14 +55,24 @@ def test_floats_as_ids() -> None:
 @pytest.mark.parametrize("shape", [(8, 8), (8, 3), (8,), (4, 2, 4), (4, 8)])
 def test_another_number_of_ids(shape: tuple[int, ...]) -> None:
     """Also where the number of ids would fit other samples."""
-    message = r"'x' has ids of shape \(.*the model was compiled for 4 per sample \(shape \(B, 4\) for B samples\)"
+    message = r"'x' has ids of shape \(.*the model was compiled for shape \(B, 4\) for B samples"
     refused(InputError, message, "field aware", ones(*shape))
 
 
 @pytest.mark.parametrize("shape", [(8,), (4, 2, 4)])
 def test_other_dimensions_of_any_number_of_ids(shape: tuple[int, ...]) -> None:
-    message = r"'x' has ids of shape \([\d, ]*\), the model was compiled \(shape \((any|B), any\) for B samples\)$"
+    message = r"'x' has ids of shape \([\d, ]*\), the model was compiled for shape \((any|B), any\) for B samples$"
     refused(InputError, message, "sequence only", ones(*shape))
+
+
+def test_another_number_of_fields() -> None:
+    source = next(source for source in program("one table").lookups.sources if len(source.features) == 4)
+    message = (
+        r" has ids of shape \(9, 3\), the model was compiled for shape \(B, 4\) for B samples: "
+        "the last dimension holds 4 features, an id of a table of its own in each place$"
+    )
+    with pytest.raises(InputError, match=message):
+        read_ids(ones(9, 3), (), source)
 
 
 def _offsets(place: int, change: Any) -> tuple[Any, ...]:

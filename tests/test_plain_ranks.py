@@ -210,7 +210,7 @@ def test_a_bad_batch_raises_on_all_ranks(ranks: Ranks) -> None:
         ("functional", "range"): ("InputError", f"feature 'x' has id 1.., outside its table of {BIG} rows"),
         ("functional", "negative"): ("InputError", f"feature 'x' has id -.*, outside its table of {BIG} rows"),
         ("functional", "floats"): ("InputError", r"'x' must hold integer ids, got torch\.float32"),
-        ("field aware", "count"): ("InputError", r"'x' has ids of shape \(2, 8\).*compiled for 4 per sample \(shape \(B, 4\)"),
+        ("field aware", "count"): ("InputError", r"'x' has ids of shape \(2, 8\).*compiled for shape \(B, 4\)"),
         ("offsets", "offsets"): ("InputError", r"the offsets of 'a' must start at 0 and not decrease"),
         ("history", "key"): ("InputError", r"the batch has no batch\['history'\], which the model reads"),
     }

@@ -40,11 +40,9 @@ def _fixed(ids: torch.Tensor, source: IdSource) -> tuple[torch.Tensor, torch.Ten
     # Bags may be of any size; it is the same for all of a batch.
     count = source.count or (ids.shape[-1] if ids.dim() else 0)
     if not _fits(ids.shape, source.shape) or (source.count and ids.numel() % (count * features)):
-        number = f" for {source.count} per sample" if source.count and source.unit == "sample" else ""
-        because = f" ({source.because})" if source.because else ""
-        advice = f": pad or cut them to that number{because}" if number else ""
         raise InputError(
-            f"'{source.label}' has ids of shape {tuple(ids.shape)}, the model was compiled{number} ({_shape_text(source)}){advice}"
+            f"'{source.label}' has ids of shape {tuple(ids.shape)}, the model was compiled for {_shape_text(source)}"
+            f"{_advice(source)}"
         )
     units = ids.numel() // (count * features) if source.count else ids.shape[0]
     values = ids.reshape(-1, features).t() if features > 1 else ids
@@ -66,6 +64,15 @@ def _cut(ids: torch.Tensor, offsets: torch.Tensor, source: IdSource) -> tuple[to
 def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
     """Whether ``shape`` is the expected one, in which -1 and None stand for any size."""
     return len(shape) == len(expected) and all(want in (-1, None, size) for size, want in zip(shape, expected, strict=True))
+
+
+def _advice(source: IdSource) -> str:
+    """What to do about ids of another shape."""
+    if not source.count or source.unit != "sample" or len(source.shape) < 2:
+        return ""
+    if len(source.features) > 1:
+        return f": the last dimension holds {len(source.features)} features, an id of a table of its own in each place"
+    return f": pad or cut them to that shape{f' ({source.because})' if source.because else ''}"
 
 
 def _shape_text(source: IdSource) -> str:

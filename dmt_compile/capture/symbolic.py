@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import logging
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -170,6 +172,14 @@ def _as_list(value: Any) -> Any:
     return converted.tolist() if small and converted is not value else value
 
 
+_FX = os.path.dirname(fx.__file__) + os.sep
+
+
+def _of_fx(frame: FrameType) -> bool:
+    """Whether a frame runs torch.fx's own code."""
+    return frame.f_code.co_filename.startswith(_FX)
+
+
 class _Proxy(fx.Proxy):
     """Stands for a value that may be written to, and whose number of dimensions may be known."""
 
@@ -183,6 +193,16 @@ class _Proxy(fx.Proxy):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         dims = self.tracer.dimensions(self.node) if name == "ndim" else None
         return super().__getattr__(name) if dims is None else dims
+
+    def __hash__(self) -> int:
+        # A dict or a set would look for this object, and not for the number or tensor that it stands for. Where Python's own
+        # values cannot be hashed that is a TypeError, for which code that remembers results has another way.
+        if _of_fx(sys._getframe(1)):
+            return object.__hash__(self)
+        raise TypeError(
+            "forward looks up a traced value in a dict or a set, or remembers a result by it (functools.lru_cache): the graph "
+            "would keep for ever what is found there for none"
+        )
 
     def __len__(self) -> int:
         # Python asks this before it makes a list of sizes.

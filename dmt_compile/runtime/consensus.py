@@ -15,6 +15,7 @@ from torch import fx
 from torch.distributed import ProcessGroup
 
 from ..errors import DistributedError
+from ..lookups import LookupSet
 from ..stage import Stage
 
 _numbers = count()
@@ -45,12 +46,13 @@ def agree(stages: Mapping[bool, Stage], group: ProcessGroup, options: Mapping[st
     where, mine, theirs = first_difference(descriptions[0], descriptions[other])
     raise DistributedError(
         f"ranks 0 and {other} were given different programs: {where} is {mine} on rank 0 and {theirs} on rank {other}; "
-        "build the same model and plan on every rank (the same plan can be passed on with TowerPlan.to_json)"
+        "build the same model and plan on every rank, from example inputs of the same lengths "
+        "(the same plan can be passed on with TowerPlan.to_json)"
     )
 
 
 def _describe(stages: Mapping[bool, Stage], options: Mapping[str, bool]) -> dict[str, Any]:
-    stage = stages[True]
+    stage, other = stages[True], stages[False]
     weights = {table.name: stage.root.get_parameter(table.parameter) for table in stage.lookups.tables}
     ids = {id(weight) for weight in weights.values()}
     dense = {name: p for name, p in stage.root.named_parameters() if id(p) not in ids}
@@ -59,13 +61,37 @@ def _describe(stages: Mapping[bool, Stage], options: Mapping[str, bool]) -> dict
     return {
         "plan": plan,
         "tables": {t.name: [t.start, t.rows, t.dim, str(t.dtype), weights[t.name].requires_grad] for t in stage.lookups.tables},
-        "lookups": [[x.name, x.table, x.pooling, x.weighted] for x in stage.lookups.lookups],
+        "order of lookups": [x.name for x in stage.lookups.lookups],
+        "lookups": _lookups(stage.lookups),
+        "lookups in evaluation": _lookups(other.lookups) if other is not stage else {},
         "towers": {str(x.tower): [asdict(x), str(stage.root.get_submodule(x.target))] for x in stage.vectors},
         "dense parameters": {n: [list(p.shape), str(p.dtype), p.requires_grad] for n, p in dense.items()},
         "graph": _graph(stage),
-        "graph in evaluation": _graph(stages[False]) if stages[False] is not stage else [],
+        "graph in evaluation": _graph(other) if other is not stage else [],
         "options": dict(options),
     }
+
+
+def _lookups(lookups: LookupSet) -> dict[str, Any]:
+    """What the records of lookups, by name, have the ranks do. Why ids are fixed and how many the example has is only told."""
+    found: dict[str, Any] = {}
+    for x in lookups.lookups:
+        source, output = lookups.sources[x.source], lookups.outputs[x.output]
+        ids = {key: value for key, value in asdict(source).items() if key not in ("because", "per_sample", "count", "shape")}
+        # The number and the shape first: they tell what the others follow from.
+        found[x.name] = {
+            "ids per sample": source.count or "any",
+            "shape of the ids": [_size(size) for size in source.shape],
+            "ids": {**ids, "weight_dtype": str(source.weight_dtype)},
+            **{key: value for key, value in asdict(x).items() if key != "name"},
+            "dtype": str(x.dtype),
+            "result": [output.node, [_size(size) for size in output.shape or ()]],
+        }
+    return found
+
+
+def _size(size: int | None) -> int | str:
+    return "any" if size is None else "B" if size < 0 else size
 
 
 def _constant(value: Any) -> Any:
