@@ -1,6 +1,6 @@
 """What tower modules cost in AUC: MovieLens-100K, over several seeds.
 
-    python examples/tower_quality.py                  # 5 seeds, some ten minutes on one core
+    python examples/tower_quality.py                  # 5 seeds, under ten minutes on one core
     python examples/tower_quality.py --seeds 10 --epochs 1 --dim 64
 
 Trains the flat DLRM of the demo, the program compiled from it without tower modules (SPTT, which computes
