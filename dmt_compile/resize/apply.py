@@ -54,10 +54,13 @@ def apply_sizes(root: nn.Module, shapes: Mapping[str, tuple[int, ...]], norms: M
             setattr(module, name, size)
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset) and not any(p.is_meta for p in module.parameters(recurse=False)):
-            # What keeps its shape is drawn again too, and must not be the original's.
+            # What keeps its shape is drawn again too, and must not be the original's; not all of it need be drawn.
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in fresh:
-                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+                    module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in fresh:
+                    module._buffers[name] = buffer.detach().clone()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed + number)
                 reset()

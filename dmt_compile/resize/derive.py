@@ -69,8 +69,11 @@ class Derivation:
         self.literals: dict[str, dict[Any, sympy.Expr]] = {}
         # Values are told apart by Python's id.
         self.alive: list[torch.Tensor] = []
-        # The width of a vector and all columns side by side, as far as there is such a thing.
+        # How many vectors there are, their width and all columns side by side, as far as there is such a thing; and by node, the
+        # axes of its value that count vectors and columns.
+        self.number: Any = None
         self.width: Any = None
+        self.layouts: Mapping[str, tuple[int | None, int | None]] = {}
         self.columns: Any = None
         self.eager = eager
 
@@ -82,6 +85,7 @@ class Derivation:
         """
         self.symbols.roots = set(roots)
         self.reader = Reader(self.symbols, list(roots), self.eager)
+        self.reader.axes, self.reader.layouts = (self.number, self.width), self.layouts
         runner = Runner(self, given)
         with quiet_shapes(), plain_attention(), torch.no_grad():
             runner.run(enable_io_processing=False)
@@ -147,10 +151,12 @@ class Derivation:
                 raise Unfit(f"{where} needs a size that {by} divides, which would become {size}")
             if one != other:
                 raise Unfit(f"{where} needs sizes that are equal, which would become {one} and {other}")
-        axes = {
-            name: tuple(self._segments(self.symbols.of(size), number) for size in self.made[self.originals[name][0]].shape)
-            for name in tensors
-        }
+        axes = {}
+        for name, (identity, original) in self.originals.items():
+            sizes: list[Any] = list(self.made[identity].shape)
+            moving = any(isinstance(size, torch.SymInt) and self.reader.moving(self.symbols.of(size)) for size in sizes)
+            if original.is_floating_point() and (name in tensors or (moving and name not in constants)):
+                axes[name] = tuple(self._segments(self.symbols.of(size), number) for size in sizes)
         norms = {}
         for name, module in self.root.named_modules():
             if is_bare_norm(module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -35,6 +35,9 @@ class Reader:
     def __init__(self, symbols: Symbols, moving: Sequence[sympy.Symbol], eager: bool) -> None:
         self.symbols = symbols
         self.eager = eager
+        # The number of vectors and their width, where they are symbols; and by node, the axes of its value that count the two.
+        self.axes: tuple[sympy.Expr | None, sympy.Expr | None] = (None, None)
+        self.layouts: Mapping[str, tuple[int | None, int | None]] = {}
         self.roots = list(moving)
         # By its value in the flat model, every expression that some dimension has had.
         self.pool: dict[int, list[sympy.Expr]] = {}
@@ -95,23 +98,28 @@ class Reader:
         if not places:
             return {}
         if name in _VIEWS:
-            return self._view(name, args, kwargs, places)
+            return self._view(node, name, args, kwargs)
         if name in _PARTS:
             return self._bounds(node, name, args, kwargs, places)
         if name in (*_SIZES, *_MATRICES):
-            return {path: found for path, number in places.items() if (found := self._size(number, args, path)) is not None}
+            return {path: found for path, number in places.items() if (found := self._size(name, number, args, path)) is not None}
         return {}
 
-    def _size(self, number: int, args: tuple[Any, ...], path: Any) -> sympy.Expr | None:
-        """A size of what is given, or else of anything, that has this value and moves."""
+    def _size(self, name: str, number: int, args: tuple[Any, ...], path: Any) -> sympy.Expr | None:
+        """The size of what is expanded, in its place; else, where nothing says more, the only size of this value that there is."""
         own = [self.symbols.of(size) for tensor in args if isinstance(tensor, torch.Tensor) for size in tensor.shape]
-        for candidates in (own, self.pool.get(number, [])):
-            found = [e for e in candidates if self.symbols.value(e) == number and self.moving(e)]
-            if found:
-                return self.symbols.now(found[0])
-        return None
+        if name == "expand":
+            place = (path[-1] if len(path) > 1 else path[0] - 1) - (_rank(args[1:]) - len(own))
+            if place >= 0 and own[place] != 1:
+                return own[place] if self.moving(own[place]) else None
+        elif name.endswith("_norm"):
+            found = [e for e in own if self.symbols.value(e) == number and self.moving(e)]
+            return self.symbols.now(found[0]) if found else None
+        # A number may as well be one of its own: it is taken for a size only if nothing else does.
+        known = list(dict.fromkeys(self.symbols.now(e) for e in self.pool.get(number, [])))
+        return known[0] if self.eager and len(known) == 1 and self.moving(known[0]) else None
 
-    def _view(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], places: dict[Any, int]) -> dict[Any, sympy.Expr]:
+    def _view(self, node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, sympy.Expr]:
         value = args[0]
         sizes = [self.symbols.of(size) for size in value.shape]
         wanted: Any = args[1:] if name != "unflatten" else args[2:]
@@ -129,7 +137,7 @@ class Reader:
         if not moving and not ((self.eager or asked) and any(size.is_Symbol for size in sizes)):
             return {}
         if not moving:
-            return self._placed(self._filling_when_even(sizes, wanted), wanted, start)
+            return self._placed(self._filling_when_even(node, sizes, wanted), wanted, start)
         # Widths of layers that do not change may become numbers here.
         sizes = [size if self.moving(size) else sympy.Integer(self.symbols.value(size)) for size in sizes]
         total = sympy.expand(sympy.prod(sizes))
@@ -142,7 +150,7 @@ class Reader:
                 choices.append([sympy.Integer(size)])
             else:
                 choices.append([*self._factors(sizes, int(size)), sympy.Integer(size)])
-        chosen = self._filling(choices, total) or self._filling_when_even(sizes, wanted)
+        chosen = self._filling(node, choices, total) or self._filling_when_even(node, sizes, wanted)
         return self._placed(chosen, wanted, start)
 
     @staticmethod
@@ -153,12 +161,34 @@ class Reader:
                 found[(*start[:-1], place) if start[-1] is None else (start[0] + place,)] = expression
         return found
 
-    def _filling(self, choices: Sequence[Sequence[sympy.Expr]], total: sympy.Expr) -> tuple[sympy.Expr, ...]:
+    def _filling(self, node: fx.Node, choices: Sequence[Sequence[sympy.Expr]], total: sympy.Expr) -> tuple[sympy.Expr, ...]:
+        """The sizes that hold ``total`` elements whatever the symbols are.
+
+        Raises:
+            Unfit: several do, because different things are equally many in the flat model.
+        """
         if math.prod(map(len, choices)) > _MOST:
             return ()
-        return next((chosen for chosen in itertools.product(*choices) if self._fills(chosen, total)), ())
+        found = list(dict.fromkeys(chosen for chosen in itertools.product(*choices) if self._fills(chosen, total)))
+        if len(found) > 1:
+            found = [chosen for chosen in found if self._lies(node, chosen)]
+            if len(found) != 1:
+                raise Unfit(f"{at_node(node)}: numbers that are alike in the flat model could each be the one that is to change")
+        return found[0] if found else ()
 
-    def _filling_when_even(self, sizes: Sequence[sympy.Expr], wanted: Sequence[Any]) -> tuple[sympy.Expr, ...]:
+    def _lies(self, node: fx.Node, chosen: Sequence[sympy.Expr]) -> bool:
+        """Whether the axes of vectors and of their columns, where these are known, get sizes that belong there."""
+        places = self.layouts.get(node.name)
+        if places is None:
+            return False
+        for place, foreign in zip(places, reversed(self.axes), strict=True):
+            if place is None or foreign is None or place >= len(chosen):
+                return False
+            if self.symbols.now(foreign).free_symbols & chosen[place].free_symbols:
+                return False
+        return True
+
+    def _filling_when_even(self, node: fx.Node, sizes: Sequence[sympy.Expr], wanted: Sequence[Any]) -> tuple[sympy.Expr, ...]:
         """Vectors beside that of a layer, cut apart: the layer's outputs must be as many as a vector's columns.
 
         This is what a view of all of them as (vectors, columns) asks for, although no operator compares the two.
@@ -186,7 +216,7 @@ class Reader:
                 else [*self._factors(even, int(size)), sympy.Integer(size)]
                 for size in wanted
             ]
-            chosen = self._filling(choices, sympy.expand(sympy.prod(even)))
+            chosen = self._filling(node, choices, sympy.expand(sympy.prod(even)))
             if chosen:
                 for symbol, multiple in ties.items():
                     torch._check(self.symbols.node(symbol) == self.symbols.node(multiple))
@@ -330,6 +360,10 @@ def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, int]:
     for key, value in kwargs.items():
         walk(value, (key,))
     return found
+
+
+def _rank(sizes: Sequence[Any]) -> int:
+    return len(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else len(sizes)
 
 
 def replaced(args: Any, found: dict[Any, Any], path: tuple[Any, ...] = ()) -> Any:

@@ -116,11 +116,19 @@ def insert_at_sites(flat: fx.GraphModule, lookups: LookupSet, vectors: Sequence[
     for number, site in enumerate(places):
         node = inserter.nodes[site.node.name]
         inserter.like = node
+        if site.parts and kept_count(vectors):
+            # Each in its place: other values may stand between them.
+            for place, part in enumerate(site.parts):
+                with graph.inserting_before(node):
+                    laid = inserter.own(f"laid_{number}_{place}", LayVectors(pieces_of(vectors, part.lookups), part.axes), *towers)
+                node.replace_input_with(inserter.nodes[part.node.name], laid)
+                inserted.laid[laid] = part
+            continue
         behind = node if site.parts else point if node in before else node.next
         with graph.inserting_before(behind):
             laid = inserter.own(f"laid_{number}", LayVectors(pieces_of(vectors, site.lookups), site.axes), *towers)
         if site.parts:
-            _put_among(graph, node, {inserter.nodes[part.name] for part in site.parts}, laid, site.dim)
+            _put_among(graph, node, {inserter.nodes[part.node.name] for part in site.parts}, laid, site.dim)
         else:
             node.replace_all_uses_with(laid, delete_user_cb=lambda user: user not in inserter.taking)
         inserted.laid[laid] = site

@@ -14,6 +14,7 @@ from ..adapters import torchrec as torchrec_adapter
 from ..capture import Captured
 from ..errors import PlanError, first_line
 from ..graphs import clone_sharing_tensors, deepcopy_values, extras_of, graph_module_over
+from ..interactions.block import laid
 from ..interactions.find import follow
 from ..interactions.tape import Tape
 from ..lookups import LookupSet
@@ -23,6 +24,7 @@ from ..resize import Derivation, NewSizes, Unfit, apply_sizes
 from ..verify.deal import Layout
 from .choose import TowerModules, make_modules, refuse_widths
 from .insert import Inserted, insert_at_sites, insert_expanded, kept_count, pieces_of, with_arguments
+from .modules import DLRMTower
 from .preserve import keep_and_bring_back, seen_vectors, set_modules, set_resized
 from .record import EXPANSIONS, HOLDER, TowerVectors
 from .sites import Site, Sites, each_vector, find_sites, one_vector
@@ -98,9 +100,52 @@ def tower_model(
     try:
         if expand:
             raise Unfit("it was asked for")
-        return _resized(captured, lookups, layouts, plan, wanted, sample, seed, inputs)
+        made = _resized(captured, lookups, layouts, plan, wanted, sample, seed, inputs)
+        if inputs is not None and not made.redrawn:
+            _check_kept(captured, lookups, layouts, plan, sample, made)
+        return made
     except Unfit as reason:
         return _expanded(captured, lookups, plan, wanted, seed, str(reason), inputs)
+
+
+def _check_kept(
+    captured: Captured,
+    lookups: Mapping[bool, LookupSet],
+    layouts: Mapping[bool, Layout],
+    plan: TowerPlan,
+    sample: Inputs | None,
+    made: TowerModel,
+) -> None:
+    """Try the warm start where it must be exact: with modules that keep all of their vectors, in more columns than these have.
+
+    Raises:
+        Unfit: the model depends on how wide or how many its vectors are, or holds them in an order that weights cannot follow.
+    """
+    if sample is None or all(one.passes for one in made.vectors):
+        return
+    width = made.vectors[0].width
+    most = max(-(-sum(one.widths) // width) for one in made.vectors)
+    padded = DLRMTower(1, 0, 2 * made.vectors[0].widths[0]) if kept_count(made.vectors) else DLRMTower(0, most + 1, width)
+    try:
+        tried = _resized(captured, lookups, layouts, plan, padded, sample, 0, sample)
+    except (Unfit, PlanError) as error:
+        raise Unfit(f"a warm start could not be tried: {first_line(error)}") from error
+    roots = (captured.root, tried.captured.root)
+    if any(tensor.is_meta for tensor in captured.root.parameters()):
+        return
+    results = []
+    for root in roots:
+        clone = clone_sharing_tensors(root, copy_buffers=True).eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            found = take_apart(clone(*deepcopy_values(sample[0]), **deepcopy_values(sample[1])))[0]
+        results.append([one for one in found if isinstance(one, torch.Tensor)])
+    for mine, its in zip(*results, strict=True):
+        scale = float(mine.double().abs().max()) if mine.numel() else 0.0
+        if mine.shape != its.shape or not torch.allclose(mine.double(), its.double(), rtol=1e-3, atol=1e-4 * max(scale, 1e-3)):
+            raise Unfit(
+                "a warm start does not carry over: the model depends on how wide its vectors are, or holds their columns in an "
+                "order that its weights cannot follow"
+            )
 
 
 def _home(captured: Captured, lookups: LookupSet) -> torch.device:
@@ -174,10 +219,10 @@ def _resized_at(
         assert one.sites is not None
         inserted = insert_at_sites(one.flat, one.lookups, vectors, one.sites)
         try:
-            sizes = _new_sizes(captured, one, inserted, vectors, eager=False)
+            sizes = _new_sizes(captured, one, inserted, vectors, eager=False, kept=inputs is not None)
         except Unfit as reason:
             try:
-                sizes = _new_sizes(captured, one, inserted, vectors, eager=True)
+                sizes = _new_sizes(captured, one, inserted, vectors, eager=True, kept=inputs is not None)
             except Unfit:
                 raise reason from None
         made[key] = (inserted, sizes)
@@ -204,7 +249,9 @@ def _resized_at(
     redrawn: list[str] = []
     if inputs is not None:
         inserted, _ = next(iter(made.values()))
-        values = dict((*captured.root.named_parameters(), *captured.root.named_buffers()))
+        values = dict(
+            (*captured.root.named_parameters(remove_duplicate=False), *captured.root.named_buffers(remove_duplicate=False))
+        )
         kept = set_modules(modules, vectors, seen_vectors(inserted, captured.root, inputs), sites[0].sites[0].lookups)
         axes = {name: one for _, sizes in made.values() for name, one in sizes.axes.items()}
         redrawn = set_resized(root, values, axes, kept)
@@ -225,8 +272,10 @@ def _try(root: nn.Module, sample: Inputs | None) -> None:
         raise Unfit(f"with its new sizes the model raises {first_line(error)}") from error
 
 
-def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: Sequence[TowerVectors], *, eager: bool) -> NewSizes:
-    """What has to change behind the sites."""
+def _new_sizes(
+    captured: Captured, found: _Found, inserted: Inserted, vectors: Sequence[TowerVectors], *, eager: bool, kept: bool
+) -> NewSizes:
+    """What has to change behind the sites; with ``kept`` also what is made of vectors whose sizes stay."""
     lookups = found.lookups
     root = clone_sharing_tensors(captured.root, copy_buffers=True).eval()
     tables = {id(root.get_parameter(table.parameter)) for table in lookups.tables}
@@ -239,7 +288,7 @@ def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: S
     roots: dict[sympy.Symbol, int] = {}
 
     def size(old: int, new: int) -> Any:
-        if old == new:
+        if old == new and not kept:
             return old
         symbol = symbols.fresh(old)
         if isinstance(symbol, int):
@@ -251,10 +300,12 @@ def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: S
     number: Any = size(len(widths), len(made)) if even else None
     width: Any = size(widths[0], made[0]) if even else None
     columns = number * width if even else size(sum(widths), sum(made))
+    derivation.number = number.node.expr if isinstance(number, torch.SymInt) else None
+    derivation.layouts = _layouts(found.tape)
     derivation.width = sympy.sympify(width.node.expr if isinstance(width, torch.SymInt) else width) if even else None
     derivation.columns = sympy.sympify(columns.node.expr if isinstance(columns, torch.SymInt) else columns)
     given = _given(derivation, found, inserted)
-    for laid, site in inserted.laid.items():
+    for node, site in inserted.laid.items():
         if not even and "vectors" in site.axes:
             raise Unfit(f"vectors of widths {sorted(set(made))} do not fit where the model has them in one axis")
         sizes: dict[str, Any] = {"batch": found.tape.batch, "vectors": number, "width": width, "columns": columns}
@@ -263,10 +314,21 @@ def _new_sizes(captured: Captured, found: _Found, inserted: Inserted, vectors: S
             sizes["vectors"] = len(site.lookups)
             sizes["columns"] = len(site.lookups) * width if even else _columns(site, lookups, vectors, size)
         dtype = lookups.lookup[site.lookups[0]].dtype
-        given[laid] = symbols.empty([sizes[axis] if isinstance(axis, str) else axis for axis in site.axes], dtype)
+        given[node] = symbols.empty([sizes[axis] if isinstance(axis, str) else axis for axis in site.axes], dtype)
     if not roots:
         return NewSizes({}, {}, {})
     return derivation.run(given, roots)
+
+
+def _layouts(tape: Tape) -> dict[str, tuple[int | None, int | None]]:
+    """By node whose value holds the vectors of several features, the axes that count vectors and columns."""
+    found = {}
+    for node, number in tape.held.items():
+        labels = tape.values[number].labels
+        if labels is not None and len(tape.own(number)) > 1 and not tape.mixed(number) and node not in tape.several:
+            places = laid(tape, number)
+            found[node.name] = (places.vector_axis, places.width_axis)
+    return found
 
 
 def _columns(site: Site, lookups: LookupSet, vectors: Sequence[TowerVectors], size: Callable[[int, int], Any]) -> Any:

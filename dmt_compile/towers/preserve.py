@@ -138,22 +138,29 @@ def set_resized(
     """
     left = []
     with torch.no_grad():
-        for name, parameter in root.named_parameters():
-            # A layer's other parameters were drawn again with those that changed.
-            if name in old and name not in axes and parameter is not old[name]:
-                parameter.copy_(old[name])
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            # A layer's other tensors were drawn again with those that changed.
+            if name in old and name not in axes and tensor is not old[name] and tensor.shape == old[name].shape:
+                tensor.copy_(old[name])
     for name, made_of in axes.items():
         value: torch.Tensor | None = old[name].detach()
         spread = _spreads(root, name)
         for axis, segments in enumerate(made_of):
             value = _contracted(value, axis, segments, kept, spread) if value is not None else None
         path, _, attribute = name.rpartition(".")
-        target: torch.Tensor = getattr(root.get_submodule(path), attribute)
+        module = root.get_submodule(path)
+        target: torch.Tensor = getattr(module, attribute)
         if value is None or value.shape != target.shape:
             left.append(name)
-        else:
+        elif target is not old[name]:
             with torch.no_grad():
                 target.copy_(value)
+        elif not torch.equal(value, target):
+            # Of the same shape, and so far the flat model's own.
+            if isinstance(target, nn.Parameter):
+                module._parameters[attribute] = nn.Parameter(value.clone(), requires_grad=target.requires_grad)
+            else:
+                module._buffers[attribute] = value.clone()
     return left
 
 

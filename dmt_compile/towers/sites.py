@@ -24,14 +24,14 @@ _STACK = (torch.stack, torch.ops.aten.stack.default)
 class Site:
     """A value that holds the vectors of some lookups, each once, in the order of ``lookups``; its axes are ``axes``.
 
-    It is the value of ``node`` itself, or, if ``parts`` is not empty, what these arguments of ``node`` bring into it: ``node`` then
-    puts them, along axis ``dim``, beside other values, and ``axes`` are those of all of them together.
+    It is the value of ``node`` itself, or, if ``parts`` is not empty, what these values bring into it: ``node`` then puts them,
+    along axis ``dim``, beside other values, and ``axes`` are those of all of them together.
     """
 
     node: fx.Node
     lookups: tuple[str, ...]
     axes: tuple[Axis, ...]
-    parts: tuple[fx.Node, ...] = ()
+    parts: tuple[Site, ...] = ()
     dim: int = 0
 
 
@@ -92,14 +92,17 @@ class _Finder:
         complete = {site.node: site for site in places if frozenset(site.lookups) == chosen}
         behind = {node for node in self.raw if self._after(node, complete)}
         done = behind | set(complete)
-        first = [site for site in complete.values() if site.node not in behind and not done >= set(site.parts) > set()]
+        first = [
+            site for site in complete.values() if site.node not in behind and not done >= {part.node for part in site.parts} > set()
+        ]
         behind |= {site.node for site in first if not site.parts}
         elsewhere = [
             user
             for node in self.graph.nodes
             if node in self.raw and node not in behind and (node in self.containers or chosen & set(self.names(node)))
             for user in node.users
-            if user not in self.raw and not (user in complete and complete[user] in first and node in complete[user].parts)
+            if user not in self.raw
+            and not (user in complete and complete[user] in first and any(part.node is node for part in complete[user].parts))
         ]
         order = next(site.lookups for site in first)
         return Sites(order, tuple(first), tuple(dict.fromkeys(elsewhere)))
@@ -207,7 +210,8 @@ class _Finder:
         if axes is None or len(set(names)) != len(names):
             return None
         at = dim % len(axes)
-        return Site(node, tuple(names), axes, tuple(parts), at)
+        inner = tuple(Site(part, *one) for part, one in zip(parts, made, strict=True) if one is not None)
+        return Site(node, tuple(names), axes, inner, at)
 
     def _joined(
         self, parts: Sequence[tuple[tuple[str, ...], tuple[Axis, ...]]], dim: int, stacked: bool
