@@ -62,7 +62,8 @@ class IdSource:
     ``count`` 1. Lookups of other units, and those whose ids are computed from the result of others, are served in a ``round`` of
     exchanges of their own; ``per_sample`` is how many ids or bags of each feature the example inputs have for one sample, None
     where the data decides it. Where ids count from the end if they are negative, ``wraps`` is the number of rows. Weights that are
-    a mask are taken as numbers of ``weight_dtype``.
+    a mask are taken as numbers of ``weight_dtype``. ``leads`` are the tensors, by their number among ``nodes``, whose order in
+    memory the model's rows take on: torch adds in another order where that is another one, so it must be the usual one.
     """
 
     node: str
@@ -80,6 +81,7 @@ class IdSource:
     round: int = 0
     wraps: int = 0
     weight_dtype: torch.dtype | None = None
+    leads: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from .adapters import plain_calls
 from .adapters import torchrec as torchrec_adapter
 from .errors import CaptureError, source_line
 from .graphs import clone_sharing_tensors, extras_of, graph_module_over
+from .nested import take_apart
 from .shapes import Shape, fit
 from .verify.cluster import placeholders
 from .verify.deal import Layout, batch_size, deal_sizes
@@ -43,7 +44,8 @@ class Observed:
     """What was seen on ``batch`` samples, and on ``fewer``, by node.
 
     ``shapes`` and ``dtypes`` are those of all tensors. ``values`` are those of everything that ids are computed from, and
-    ``constants`` the tensors among them that are the same for all inputs. ``storage`` numbers the memory of every tensor, and
+    ``constants`` the tensors among them that are the same for all inputs. ``laid_out`` are the
+    sizes and strides of one on the whole batch. ``storage`` numbers the memory of every tensor, and
     ``writes`` says into which of it a node writes.
     """
 
@@ -52,6 +54,7 @@ class Observed:
     tensors: Mapping[str, Seen]
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
+    laid_out: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     values: Mapping[str, Any]
     constants: Mapping[str, torch.Tensor]
     storage: Mapping[str, int]
@@ -117,6 +120,7 @@ def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.C
         tensors,
         {name: shape for name, shape in shapes.items() if shape is not None},
         full.dtypes,
+        full.laid_out,
         {name: value for name, value in full.values.items() if name in leading},
         _constants(full.tensors, probes),
         full.storage,
@@ -177,6 +181,7 @@ class _Recorder(fx.Interpreter):
         self.skipped = skipped
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self.laid_out: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.values: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.of_data_size: set[str] = set()
@@ -207,6 +212,7 @@ class _Recorder(fx.Interpreter):
             self.dtypes[n.name] = value.dtype
             if _is_plain(value):
                 self.storage[n.name] = self._number(value)
+                self.laid_out[n.name] = (tuple(value.shape), value.stride())
             if n.name in self.kept:
                 self.tensors[n.name] = value.detach()
         return value
@@ -232,7 +238,9 @@ def _run(
     what: str = "example_inputs",
 ) -> _Recorder:
     try:
-        given = placeholders(module.graph, args, kwargs)
+        # Forward may change lists and dicts that it is given.
+        leaves, template = take_apart([args, kwargs])
+        given = placeholders(module.graph, *template.build(leaves))
     except TypeError as error:
         hint = " (a dict holds keyword arguments: write (batch,) for a forward that takes one dict)" if kwargs and not args else ""
         raise CaptureError(f"example_inputs do not fit forward: {error}{hint}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 SHAPE = "dmt_shape"
 """Meta key of nodes whose value is a tensor: its :data:`Shape`, seen on example inputs."""
@@ -62,3 +63,12 @@ def agrees(shape: Shape, found: Sequence[int], batch: int) -> bool:
 def text(shape: Shape) -> str:
     """As a reader writes it: ``(B, 4)``."""
     return f"({', '.join('?' if size is None else str(size) for size in shape)}{',' if len(shape) == 1 else ''})"
+
+
+def in_order(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether what torch makes of a tensor, element by element, is contiguous.
+
+    The new tensor's dimensions lie in memory in the order of the given one's strides. A stride of 0 leaves that open.
+    """
+    steps = [stride for size, stride in zip(sizes, strides, strict=True) if size > 1 and stride]
+    return all(outer > inner for outer, inner in pairwise(steps))

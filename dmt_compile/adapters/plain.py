@@ -11,6 +11,7 @@ from ..errors import source_location
 from ..graphs import NO_GRAD, source_text
 from ..lookups import ANY, IdSource, Lookup, LookupOutput, LookupSet, Pooling, Table, Unit
 from ..observe import Observed, Seen
+from ..shapes import in_order
 from .fields import split_rows
 from .plain_calls import Call, kept_weights
 from .pooled_rows import PooledRows, pooled_rows
@@ -122,7 +123,11 @@ def _serve(call: Call, observed: Observed, pooled: PooledRows | None) -> _Served
         return f"its ids are of shape {seen.shape} for any number of samples"
     label = source_text(call.ids)
     extra = tuple(node.name for node in (call.offsets, call.weights) if node is not None)
-    source = IdSource(call.ids.name, label, (label,), call.weights is not None, extra=extra)
+    # Indexing lays rows out as the index is; all other lookups, sample by sample.
+    leads = (0,) if call.indexing else ()
+    if leads and call.ids.name in observed.laid_out and not in_order(*observed.laid_out[call.ids.name]):
+        return "its index lies transposed in memory, and its rows would too: call .contiguous() on it"
+    source = IdSource(call.ids.name, label, (label,), call.weights is not None, extra=extra, leads=leads)
     if call.offsets is not None:
         return _serve_offsets(call, replace(source, form="offsets"), observed, result)
     source = replace(source, form="fixed")
@@ -153,6 +158,7 @@ def _serve(call: Call, observed: Observed, pooled: PooledRows | None) -> _Served
         return rows
     if pooled.weights is not None:
         source = replace(source, weighted=True, extra=(pooled.weights.name,), weight_dtype=call.dtype)
+        source = replace(source, leads=(*source.leads, 1) if pooled.weights_lead else source.leads)
     # Their number travels with the ids, and what goes back does not depend on it.
     any_number = _Served(call, replace(source, count=0, shape=(-1, None)), pooled.shape, None, pooled)
     return _Served(call, source, pooled.shape, None, pooled, rows, any_number)

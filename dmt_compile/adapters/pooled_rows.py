@@ -13,7 +13,7 @@ from torch import fx
 from ..graphs import NO_GRAD
 from ..lookups import Pooling
 from ..observe import Observed
-from ..shapes import PerSample, Shape
+from ..shapes import PerSample, Shape, in_order
 from .plain_calls import Call
 
 _POOLINGS: dict[Any, Pooling] = {
@@ -27,20 +27,25 @@ _PRODUCTS = (operator.mul, torch.mul, "mul", torch.ops.aten.mul.Tensor)
 
 @dataclass(frozen=True)
 class PooledRows:
-    """``node`` is the pooled value, (B, d) or (B, 1, d); ``weights``, if any, is (B, n, 1); ``inner`` are the nodes in between."""
+    """``node`` is the pooled value, (B, d) or (B, 1, d); ``weights``, if any, is (B, n, 1); ``inner`` are the nodes in between.
+
+    ``weights_lead`` says that they are the first factor, whose order in memory the product takes on.
+    """
 
     node: fx.Node
     pooling: Pooling
     weights: fx.Node | None
     inner: tuple[fx.Node, ...]
     shape: tuple[int, ...]
+    weights_lead: bool
 
 
 def pooled_rows(call: Call, observed: Observed, behind: Collection[fx.Node]) -> PooledRows | None:
     """How the model pools the rows of ids (B, n), if it does nothing else with them; ``behind`` are nodes that need a lookup.
 
     Recognised are sum, mean and max over the ids, also of rows that are multiplied by a mask or weight of each id before. The
-    owner runs the same operations on the same rows, so nothing is rounded in another way.
+    owner runs the same operations on the same rows, which lie sample by sample in its memory. Where what the model pools lies in
+    another way, torch may add in another order: then the model pools itself.
     """
     shape = observed.shapes.get(call.node.name)
     if NO_GRAD in call.node.meta:
@@ -58,6 +63,8 @@ def pooled_rows(call: Call, observed: Observed, behind: Collection[fx.Node]) -> 
         if kind.is_complex or (kind.is_floating_point and kind != call.dtype):
             return None
         weights = other
+        if node.args[0] is other and not _in_order(other, observed):
+            return None
         inner.append(node)
         node = _only_user(node)
     if node is None or node.target not in _POOLINGS or not _over_ids(node):
@@ -70,7 +77,15 @@ def pooled_rows(call: Call, observed: Observed, behind: Collection[fx.Node]) -> 
             return None
     made = observed.shapes.get(node.name)
     sizes = _sizes(made) if made is not None else None
-    return PooledRows(node, pooling, weights, tuple(inner), sizes) if sizes is not None else None
+    if sizes is None:
+        return None
+    weights_lead = weights is not None and inner[1].args[0] is weights
+    return PooledRows(node, pooling, weights, tuple(inner), sizes, weights_lead)
+
+
+def _in_order(node: fx.Node, observed: Observed) -> bool:
+    laid_out = observed.laid_out.get(node.name)
+    return laid_out is not None and in_order(*laid_out)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

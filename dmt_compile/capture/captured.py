@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,17 +144,42 @@ class _Changed(Exception):
     """Forward has written to its inputs."""
 
 
+def _held(value: Any) -> Iterator[Any]:
+    """What nested containers hold, as things that are identical as long as nobody puts something else in them."""
+    if isinstance(value, Mapping):
+        yield from value
+        parts = list(value.values())
+    elif isinstance(value, list | tuple | deque):
+        parts = list(value)
+    elif isinstance(value, set | frozenset):
+        yield from value
+        return
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return
+    yield len(parts)
+    for part in parts:
+        yield part
+        yield from _held(part)
+
+
+def _identical(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+
+
 def _run(module: nn.Module, inputs: Inputs) -> Any:
     """The result, or the error that was raised."""
     with _aside():
         try:
             args, kwargs = deepcopy_values(inputs)
-            given = take_apart([args, kwargs])[0]
+            given, held = take_apart([args, kwargs])[0], list(_held([args, kwargs]))
             versions = [value._version for value in given]
             result = module(*args, **kwargs)
         except Exception as error:
             return error
-        return result if [value._version for value in given] == versions else _Changed()
+        same = [value._version for value in given] == versions and _identical(held, list(_held([args, kwargs])))
+        return result if same else _Changed()
 
 
 @contextlib.contextmanager

@@ -182,9 +182,9 @@ class Reader:
         if places is None:
             return False
         for place, foreign in zip(places, reversed(self.axes), strict=True):
-            if place is None or foreign is None or place >= len(chosen):
+            if place is None or place >= len(chosen):
                 return False
-            if self.symbols.now(foreign).free_symbols & chosen[place].free_symbols:
+            if foreign is not None and self.symbols.now(foreign).free_symbols & chosen[place].free_symbols:
                 return False
         return True
 

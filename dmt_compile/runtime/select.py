@@ -16,6 +16,7 @@ from ..adapters import torchrec as torchrec_adapter
 from ..errors import InputError
 from ..jagged import permute_blocks
 from ..lookups import IdSource
+from ..shapes import in_order
 from .base import Constant
 
 
@@ -45,7 +46,11 @@ class IdRequest(NamedTuple):
 
 
 class ReadIds(nn.Module):
-    """Read one id source of the flat model as jagged ids; see the two ``read_ids`` of the adapters for what is refused."""
+    """Read one id source of the flat model as jagged ids; see the two ``read_ids`` of the adapters for what is refused.
+
+    Raises:
+        InputError: an index or weights lie transposed in memory, so that the model adds in another order than the program.
+    """
 
     def __init__(self, source: IdSource) -> None:
         super().__init__()
@@ -54,6 +59,14 @@ class ReadIds(nn.Module):
     def forward(self, batch: Any, *extra: torch.Tensor) -> JaggedIds:
         if self.source.form == "keyed":
             return JaggedIds(*torchrec_adapter.read_ids(batch, self.source))
+        for number in self.source.leads:
+            lead = (batch, *extra)[number]
+            if not in_order(lead.shape, lead.stride()):
+                what = f"the weights of '{self.source.label}' lie" if number else f"'{self.source.label}' lies"
+                raise InputError(
+                    f"{what} transposed in memory, unlike in example_inputs, and the model would add rows in another order than "
+                    "the program: call .contiguous() in forward or on the batch, or compile with example_inputs that lie alike"
+                )
         return JaggedIds(*plain_ids.read_ids(batch, extra, self.source))
 
 

@@ -169,6 +169,7 @@ def furthest(
     expected: Mapping[str, torch.Tensor | None],
     terms: Mapping[str, torch.Tensor] | None = None,
     sums: Mapping[str, float] | None = None,
+    types: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[float, str]:
     """The largest difference of any pair, relative to the expected tensor's largest magnitude and to the tolerance of its type.
 
@@ -176,9 +177,10 @@ def furthest(
     what was summed up in the expected tensors, ``sums`` how many times more terms there were than :func:`tolerance` allows
     for: rounding is relative to both. A gradient that is zero in
     exact arithmetic (a bias before a softmax, what goes into the batch norm of two samples) is nothing but rounding of terms
-    that cancel inside a rank, so each may also be off by 32 units in the last place of the largest gradient of all.
+    that cancel inside a rank, so each may also be off by 32 units in the last place of the largest gradient of all. ``types`` are
+    those that tensors were rounded to on their way, if that is not their own.
     """
-    terms, sums = terms or {}, sums or {}
+    terms, sums, types = terms or {}, sums or {}, types or {}
     floor = 32 * _common_scale([*expected.values(), *terms.values()])
     ratios: dict[str, float] = {}
     for key in expected.keys() | found.keys():
@@ -191,7 +193,8 @@ def furthest(
         scale = _largest(b.detach().double())
         if key in terms:
             scale = torch.maximum(scale, _largest(terms[key].double()))
-        allowed = tolerance(a.dtype) * sums.get(key, 1.0) * scale + (floor * torch.finfo(a.dtype).eps).to(b.device)
+        dtype = types.get(key, a.dtype)
+        allowed = tolerance(dtype) * sums.get(key, 1.0) * scale + (floor * torch.finfo(dtype).eps).to(b.device)
         ratios[key] = _ratio(a, b, allowed)
     return _worst(ratios)
 
@@ -222,26 +225,29 @@ def furthest_change(
     expected: Mapping[str, torch.Tensor],
     start: Mapping[str, torch.Tensor],
     cancelled: Mapping[str, float] | None = None,
+    types: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[float, str]:
     """As :func:`furthest`, for the changes of tensors since ``start``.
 
     An update is added to a value that may be far larger than it, so each may be off by four units in the last place of the
     value on top of the tolerance for the update, and by 32 of the largest update of all. ``cancelled`` is what
     :func:`cancellation` says of the gradients: whatever the optimizer makes of a gradient, an update is
-    no more exact than it. That is too little to hide an update that is missing or scaled.
+    no more exact than it. That is too little to hide an update that is missing or scaled. ``types`` are those that gradients were
+    rounded to on their way.
     """
     floor = 32 * _common_scale(expected[key].detach().double() - was.detach().double() for key, was in start.items())
-    cancelled = cancelled or {}
+    cancelled, types = cancelled or {}, types or {}
     ratios: dict[str, float] = {}
     for key, was in start.items():
         before, after = was.detach().double(), expected[key].detach().double()
         if not was.dtype.is_floating_point:
             ratios[key] = 0.0 if torch.equal(found[key], expected[key]) else float("inf")
             continue
-        units = 4 * torch.maximum(before.abs(), after.abs()) + floor.to(was.device)
-        rounding = torch.finfo(was.dtype).eps * units
+        dtype = types.get(key, was.dtype)
+        rounding = torch.finfo(was.dtype).eps * 4 * torch.maximum(before.abs(), after.abs())
+        rounding += torch.finfo(dtype).eps * floor.to(was.device)
         update = cancelled.get(key, 1.0) * _largest(after - before)
-        ratios[key] = _ratio(found[key], expected[key], tolerance(was.dtype) * update + rounding)
+        ratios[key] = _ratio(found[key], expected[key], tolerance(dtype) * update + rounding)
     return _worst(ratios)
 
 

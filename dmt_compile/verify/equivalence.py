@@ -20,6 +20,7 @@ from .compare import bits_differ, cancellation, excess, furthest, furthest_chang
 from .copies import Copies, Gradients, dense
 from .exact import exact_difference, refuse_other_reads
 from .layout import check_layout
+from .precision import TypesSeen
 from .sizes import SizesSeen, wrong_size
 from .surgery import cut_at, cut_at_names, made_outputs, refuse_other_layers, with_given
 from .tower_outputs import Columns, by_tower, column_nodes, largest_difference, towers_draw, watch_columns
@@ -215,7 +216,7 @@ class Verifier:
         self._program_backward(name, program)
         found = program.gradients()
         self._refuse_other_trained(found, expected)
-        worst, parameter = furthest(found, expected, terms, self._sums)
+        worst, parameter = furthest(found, expected, terms, self._sums, self._types)
         return self._within(worst, parameter, expected)
 
     def recorded_shapes(self) -> tuple[bool, str]:
@@ -250,6 +251,13 @@ class Verifier:
             found[parameter] = excess(int(hits.max()) if hits.numel() else 0)
         return found
 
+    @cached_property
+    def _types(self) -> dict[str, torch.dtype]:
+        """For every parameter, the coarsest type that its gradient flows through."""
+        seen = TypesSeen()
+        simulate(self.flat, self.inputs, self._copies().roots, self.seed, watch=seen.see)
+        return seen.by_parameter(self.flat)
+
     def training(self, steps: int, optimizer: OptimizerFactory) -> tuple[bool, str]:
         """Parameters after each optimizer step against the flat model's, every step from the flat model's parameters.
 
@@ -270,7 +278,7 @@ class Verifier:
             for trainer in trainers:
                 trainer.step()
             cancelled = cancellation(gradients, terms, self._sums)
-            off, name = furthest_change(program.parameters, flat.parameters, start, cancelled)
+            off, name = furthest_change(program.parameters, flat.parameters, start, cancelled, self._types)
             if off > worst:
                 worst, parameter = off, name
             with torch.no_grad():
