@@ -377,6 +377,80 @@ def test_norms_over_the_vectors(module: DLRMTower, vectors: int, width: int) -> 
     assert program(*inputs).shape == (7, 1)
 
 
+class Equal(nn.Module):
+    """As many features as columns, and as many experts."""
+
+    def __init__(self, width: int, *, mixed: bool = False) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, width) for _ in range(4))
+        self.width, self.mixed = width, mixed
+        self.experts, self.gate = nn.Parameter(torch.randn(4, width, 5)), nn.Linear(4 * width, 4)
+        self.top = nn.Linear(4 * 5 + 6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = torch.cat([table(x[:, i]) for i, table in enumerate(self.tables)], dim=1)
+        e = flat.view(-1, 4, self.width)
+        shared = e.mean(1).unsqueeze(1).expand(-1, 4, -1)
+        made = torch.einsum("bew,ewk->bek", shared, self.experts) * self.gate(flat).unsqueeze(-1)
+        if self.mixed:
+            # No label says which of the two is which here.
+            e = ((e @ e.mT).softmax(-1) @ e).flatten(1).view(-1, 4, 4)
+        i, j = torch.triu_indices(4, 4, 1)
+        return self.top(torch.cat([made.flatten(1), (e @ e.mT)[:, i, j]], dim=1))
+
+
+@pytest.mark.parametrize("width", [4, 6])
+def test_sizes_that_are_equal_by_chance(width: int) -> None:
+    inputs = (torch.randint(0, 9, (7, 4)),)
+    program = towerize(Equal(width), TWO, example_inputs=inputs, tower_module=DLRMTower(1, 0, 2))
+    assert made(program).way == "re-sized"
+    assert made(program).resized == {
+        "experts": ((4, width, 5), (4, 2, 5)),
+        "gate.weight": ((4, 4 * width), (4, 8)),
+    }
+    model = Equal(width).eval()
+    wider = towerize(model, TWO, example_inputs=inputs, tower_module=DLRMTower(1, 0, width + 3), init="preserve").eval()
+    assert made(wider).way in ("re-sized", "expanded")
+    torch.testing.assert_close(wider(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_what_could_mean_either_is_expanded() -> None:
+    inputs = (torch.randint(0, 9, (7, 4)),)
+    program = towerize(Equal(4, mixed=True), TWO, example_inputs=inputs, tower_module=DLRMTower(1, 0, 2))
+    assert made(program).way == "expanded" and "numbers that are alike" in made(program).why
+
+
+class Between(nn.Module):
+    """The dense vector among those of the features, two layers over them that share their weight, and norms with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 6) for _ in range(4))
+        self.bottom, self.norm = nn.Linear(3, 6), nn.BatchNorm1d(30)
+        self.a, self.b, self.top = nn.Linear(30, 5), nn.Linear(30, 5), nn.Linear(10, 1)
+        self.b.weight = self.a.weight
+        self.scaled = torch.nn.utils.parametrizations.weight_norm(nn.Linear(30, 2))
+
+    def forward(self, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        e = [table(x[:, i]) for i, table in enumerate(self.tables)]
+        flat = self.norm(torch.cat([e[0], e[1], self.bottom(d), e[2], e[3]], dim=1))
+        return self.top(torch.cat([self.a(flat), self.b(flat)], dim=1).relu()) + self.scaled(flat).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("module", "exact"), [(DLRMTower(1, 0, 6), True), (DLRMTower(1, 0, 9), True), (DLRMTower(1, 0, 4), False)])
+def test_dense_vector_between_the_others(module: DLRMTower, exact: bool) -> None:
+    inputs = torch.randint(0, 9, (7, 4)), torch.randn(7, 3)
+    model = Between()
+    model(*inputs)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    program = towerize(model, TWO, example_inputs=inputs, tower_module=module, init="preserve").eval()
+    if exact:
+        torch.testing.assert_close(program(*inputs), model.eval()(*inputs), rtol=1e-4, atol=1e-4)
+    drawn = towerize(model, TWO, example_inputs=inputs, tower_module=module)
+    assert all(value.isfinite().all() and value.abs().max() < 1e3 for value in drawn.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_refused_options() -> None:
     entry = ZOO["deepfm"]
     with pytest.raises(PlanError, match="init must be 'layer' or 'preserve'"):
