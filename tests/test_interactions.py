@@ -53,8 +53,7 @@ def check(program: TowerProgram, entry: Entry) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_symbolic(name: str) -> None:
     program = compiled(ZOO[name])
-    # Writing into a tensor is nothing that symbolic tracing can see.
-    assert program._dmt.captured.front_end == ("torch.export" if name == "written into zeros" else "torch.fx")
+    assert program._dmt.captured.front_end == "torch.fx"
     check(program, ZOO[name])
 
 

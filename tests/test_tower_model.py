@@ -62,8 +62,10 @@ def made(program: TowerProgram) -> TowerModel:
     return found
 
 
-@pytest.mark.parametrize(("label", "module"), [("narrow", NARROW), ("several", SEVERAL)])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    ("name", "label", "module"),
+    [*((name, "narrow", NARROW) for name in COMPILED), *((name, "several", SEVERAL) for name in COMPILED[::2])],
+)
 def test_resized(name: str, label: str, module: DLRMTower) -> None:
     entry = ZOO[name]
     model = entry.build().eval()
