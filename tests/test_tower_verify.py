@@ -207,8 +207,8 @@ def refuted_by_running(stage: Stage, reference: Stage, case: str) -> bool:
     )
 
 
-# Rounding to half precision is in the tolerance's reach on some values, columns that nobody needs change no result, and nor does the
-# order of those that are only summed.
+# Rounding to half precision is in the tolerance's reach on some values, columns that nobody needs change no result, and nor does
+# the order of those that are only summed.
 HARMLESS = {"raw_columns_that_nobody_needs", "rounded_to_half", "raw_columns_in_another_order"}
 
 
