@@ -13,6 +13,7 @@ The group argument is the axis of the tower grid; binding to a rank puts the pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from torch import fx
@@ -20,7 +21,7 @@ from torch import fx
 from dmt_compile.errors import PassError, at
 from dmt_compile.runtime.announce import NUMBERS
 from dmt_compile.runtime.ids import CountIds, RouteIds
-from dmt_compile.runtime.pooled import ExchangeRows, Pack, Unpack
+from dmt_compile.runtime.pooled import ExchangeRows, OpenRound, Pack
 from dmt_compile.stage import ALL_TO_ALL, STEP, WAIT, Stage
 from dmt_compile.verify.layout import check_layout
 
@@ -48,19 +49,18 @@ class Lower(GraphPass):
         for node in draft.calls(ExchangeRows):
             _lower_exchange(draft, node)
         _overlap(draft)
-        _mark_reopening(draft)
+        _open_rounds(draft)
 
 
-def _mark_reopening(draft: Draft) -> None:
-    """Say to the end of an exchange that the next collective begins another round, where it does."""
-    following: fx.Node | None = None
-    for node in reversed(draft.graph.nodes):
-        if node.target is ALL_TO_ALL:
-            following = node
-        elif following is not None and node.op == "call_module" and isinstance(module := draft.module(node), Unpack):
-            payload = following.args[0]
-            assert isinstance(payload, fx.Node)
-            module.reopens = payload.op == "call_module" and isinstance(draft.module(payload), CountIds)
+def _open_rounds(draft: Draft) -> None:
+    """Say between two collectives that the second begins another round, where it does."""
+    transfers = [node for node in draft.graph.nodes if node.target is ALL_TO_ALL]
+    for number, (last, following) in enumerate(pairwise(transfers), 1):
+        payload = following.args[0]
+        assert isinstance(payload, fx.Node)
+        if payload.op == "call_module" and isinstance(draft.module(payload), CountIds):
+            with draft.placing(before=last.next, like=following, step="a"):
+                draft.call(f"open_{number}", OpenRound())
 
 
 def _transfer(draft: Draft, name: str, buffer: Any, out_splits: Any, in_splits: Any, axis: str) -> fx.Node:

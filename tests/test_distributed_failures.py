@@ -190,6 +190,53 @@ def test_a_bad_batch_stops_the_step_and_not_the_module(ranks: Ranks) -> None:
 # Failures in the user's own code
 
 
+class HistoryFirst(nn.Module):
+    """Two rounds of exchanges: that of the fields begins while the rows of a history of any length are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.users, self.top = nn.Embedding(30, 4), nn.Embedding(20, 4), nn.Linear(8, 1)
+
+    def forward(self, history: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
+        rows = self.items(history)
+        mine = self.users(user)
+        weights = torch.softmax((rows * mine.unsqueeze(1)).sum(-1), dim=1)
+        return self.top(torch.cat([mine, (weights.unsqueeze(-1) * rows).sum(1)], dim=1))
+
+
+def bad_ids_in_a_round(where: str) -> list[str]:
+    def batch(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(0, 30, (3, 5), generator=generator), torch.randint(0, 20, (3,), generator=generator)]
+
+    torch.manual_seed(0)
+    program = dmt_compile.towerize(HistoryFirst(), Topology(2, 2), example_inputs=tuple(batch(0)))
+    assert len(program.lookups.rounds) == 2
+    module = program.distribute()
+    module(*batch(1)).mean().backward()
+    outcomes = []
+    for step in range(2):
+        bad = batch(2)
+        if dist.get_rank() == 1 and where != "nowhere":
+            bad[where == "fields"] += 100
+        try:
+            module(*bad).mean().backward()
+            outcomes.append("fine")
+        except (InputError, DistributedError) as error:
+            outcomes.append(str(error))
+        module(*batch(3 + step)).mean().backward()
+    module.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("where", ["fields", "history"])
+def test_bad_ids_of_any_round_stop_the_step_and_not_the_module(ranks: Ranks, where: str) -> None:
+    found = ranks(4, bad_ids_in_a_round, where)
+    assert all(len(outcomes) == 2 and "fine" not in outcomes for outcomes in found)
+    assert all(("user" if where == "fields" else "history") in outcome for outcome in found[1])
+    assert all("rank 1" in outcome for rank in (0, 2, 3) for outcome in found[rank])
+
+
 class Fragile(nn.Module):
     """Fails where it is told to, before or after its lookups."""
 

@@ -112,28 +112,34 @@ class Splits(_ExchangeStep):
 
 
 class Unpack(_ExchangeStep):
-    """The received buffer as one (rows, columns) block per member of the group.
-
-    ``reopens`` tells that the collective that follows is the first one of a further round of exchanges, so that until then a rank
-    that fails can tell the others.
-    """
-
-    def __init__(self, exchange: Exchange, context: RankContext | None = None, reopens: bool = False) -> None:
-        super().__init__(exchange, context)
-        self.reopens = reopens
-
-    def bind(self, context: RankContext) -> nn.Module:
-        return Unpack(self.exchange, context, self.reopens)
+    """The received buffer as one (rows, columns) block per member of the group."""
 
     def forward(self, buffer: torch.Tensor, batch_sizes: Sequence[int]) -> list[torch.Tensor]:
-        if self.reopens:
-            self.context.progress = Progress.READING
         blocks = self.exchange.received(self.context.rank)
         parts = buffer.split(self.exchange.sizes(blocks, batch_sizes))
         return [
             part.view(sum(batch_sizes[row] for row in block.rows), self.exchange.width(block.owners))
             for part, block in zip(parts, blocks, strict=True)
         ]
+
+
+class OpenRound(RankLocal):
+    """Stands where a rank has sent all of one round of exchanges, and the next collective is the first one of another.
+
+    Until then a rank that fails can tell the others, whether or not what it has been sent has arrived.
+    """
+
+    def __init__(self, context: RankContext | None = None) -> None:
+        super().__init__()
+        self._context = context
+
+    def bind(self, context: RankContext) -> nn.Module:
+        return OpenRound(context)
+
+    def forward(self) -> None:
+        if self._context is None:
+            raise TypeError("OpenRound runs only on a rank: call program.distribute() or program.simulate()")
+        self._context.progress = Progress.READING
 
 
 class RestoreColumns(nn.Module):

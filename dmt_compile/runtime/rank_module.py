@@ -99,15 +99,16 @@ class RankModule(nn.Module):
         except Exception as error:
             if type(error).__module__ == "torch.utils.checkpoint":
                 raise  # Not a failure: how activation checkpointing ends a recomputation early.
-            if context.progress is Progress.READING:
+            lost = _is_lost_connection(error)
+            if context.progress is Progress.READING and not lost:
                 # The rank's own error says more than a failure to tell it to the others.
                 with suppress(Exception):
                     assert self._groups is not None
                     announce_failure(context, self._groups.world)
-            elif context.progress is Progress.EXCHANGING:
+            elif lost or context.progress is Progress.EXCHANGING:
                 self._over = f"an exchange was broken off on this rank ({type(error).__name__}: {error})"
                 self._release(abort=True)
-                if _is_lost_connection(error):
+                if lost:
                     raise DistributedError(
                         "another rank failed, left or did not answer in time during an exchange; the error that it raised says why"
                     ) from error
