@@ -17,6 +17,8 @@ from .observe import Inputs, shapes_on
 from .verify.deal import Layout, batch_size, deal_sizes, ragged_tensors
 
 _SAMPLES = 4
+# All sizes that are alike are changed at once, so that another input may be what does not fit.
+_ANYWAY = "dynamic_ids=True lets it change all the same"
 _ONE = "the example has one id per sample, which does not show whether the model takes more: give one with more of them"
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -50,12 +52,12 @@ class Lengths:
         for size in sizes:
             shapes = _once(self._shapes, size, self._shapes_by_length)
             if isinstance(shapes, str):
-                found = shapes
+                found = f"{shapes}; {_ANYWAY}"
             elif _follows([one[id(flat)].get(ids.name, ()) for one in shapes], grows):
                 difference = _once(self._differs, size, self._difference)
                 if difference is None:
                     return None
-                found = difference
+                found = f"{difference}; {_ANYWAY}"
         return found
 
     def _inputs_by_length(self, size: int) -> dict[int, Inputs] | str:
