@@ -64,7 +64,7 @@ def made(program: TowerProgram) -> TowerModel:
 
 @pytest.mark.parametrize(
     ("name", "label", "module"),
-    [*((name, "narrow", NARROW) for name in COMPILED), *((name, "several", SEVERAL) for name in COMPILED[::2])],
+    [*((name, "narrow", NARROW) for name in COMPILED), *((name, "several", SEVERAL) for name in COMPILED[::4])],
 )
 def test_resized(name: str, label: str, module: DLRMTower) -> None:
     entry = ZOO[name]

@@ -103,16 +103,11 @@ RUNS = [
     ("dot", (2, 4, 2), "together", "SGD", True),
     ("dot", (1, 4, 2), "cross", "Adam", False),
     ("dot", (4, 2, 2), "each", "SGD", False),
-    ("dot", (4, 1, 2), "both", "SGD", True),
-    ("dot", (2, 2, 2), "pass", "SGD", False),
     ("dot", (2, 2, 2), "list", "Adam", False),
     ("dot", (2, 2, 2), "some", "SGD", False),
-    ("dot", (2, 2, 2), "expanded", "Adam", False),
     ("by mode", (2, 2, 2), "each", "SGD", False),
     ("beside", (2, 2, 2), "each", "Adam", False),
     ("beside", (4, 2, 2), "together", "SGD", True),
-    ("beside", (2, 4, 2), "expanded", "SGD", False),
-    ("torchrec", (2, 2, 2), "each", "Adam", False),
     ("torchrec", (4, 2, 2), "both", "SGD", False),
     ("torchrec dcn", (4, 1, 4), "cross", "SGD", False),
     ("torchrec dcn", (2, 2, 2), "expanded", "SGD", False),
@@ -505,6 +500,8 @@ def fail_on_ranks() -> list[str]:
         with pytest.raises((ArithmeticError, RuntimeError)) as caught:
             objective(module(*case.inputs(2, dist.get_rank()))).backward()
         messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    # What a rank whose backward failed still waits for would keep the process from going on.
+    module._release(abort=True)
     return messages
 
 
