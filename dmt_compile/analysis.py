@@ -182,7 +182,7 @@ def left_flat(replicated: Mapping[str, str]) -> str:
 
 
 def _refuse(flat: fx.GraphModule) -> NoReturn:
-    places = plain_calls.unregistered(flat)
+    places = plain_calls.unregistered(flat) or plain_calls.kept_aside(flat)
     if places:
         listed = ", ".join(places[:_MOST_REASONS]) + (", ..." if len(places) > _MOST_REASONS else "")
         raise CaptureError(

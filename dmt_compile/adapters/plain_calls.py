@@ -154,6 +154,18 @@ def unregistered(flat: fx.GraphModule) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def kept_aside(root: nn.Module) -> list[str]:
+    """The attributes in which modules keep tables that torch does not know of, because they stand in a plain list or dict."""
+    known = set(root.modules())
+    found = []
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if any(isinstance(one, nn.Embedding | nn.EmbeddingBag) and one not in known for one in held):
+                found.append(f"{path}.{name}".removeprefix("."))
+    return found
+
+
 def rows_of_computed(flat: fx.GraphModule) -> list[tuple[str, tuple[str, ...]]]:
     """Where the user's code takes rows, by values of the batch, of what it computes from whole matrices, and from which ones.
 
