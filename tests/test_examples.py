@@ -134,7 +134,6 @@ def _criteo(path: Path, rows: int) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "ratio", "rows"),
     [
-        (("--ratio", "4"), "4.00", ("flat", "towers")),
         (
             ("--tower-module", "dlrm:dim=16", "--init", "preserve"),
             "1.00",
