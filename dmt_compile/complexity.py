@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from .exchange import Exchange, IdExchange, split_traffic
+from .exchange import IdExchange, split_traffic
 from .flops import count_flops
 from .graphs import clone_sharing_tensors, closure, extras_of, graph_module_over
 from .interactions.find import Inputs
 from .lookups import LookupSet
-from .render.facts import traffic_by_rank
 from .runtime.ids import RouteIds
 from .runtime.pooled import ExchangeRows
 from .runtime.select import IdRequest
@@ -192,28 +191,12 @@ def _rows(stage: Stage, seen: Mapping[int, _Seen] | None) -> Links:
         module = stage.module(node) if node.op == "call_module" else None
         if not isinstance(module, ExchangeRows):
             continue
-        exchange = _with_modules(module.exchange, stage)
-        units = seen[exchange.round].units if seen is not None else 1.0
-        for own_inside, own_across in traffic_by_rank(exchange, stage.plan.topology):
+        units = seen[module.exchange.round].units if seen is not None else 1.0
+        for own_inside, own_across in module.exchange.traffic_by_rank(stage.plan.topology):
             # What is received forward is sent back, so that over all ranks backward is as much as forward.
             inside += 2 * units * own_inside / world
             across += 2 * units * own_across / world
     return Links(inside, across)
-
-
-def _with_modules(exchange: Exchange, stage: Stage) -> Exchange:
-    """The peer exchange as it is where each tower sends what its module makes of its lookups."""
-    if exchange.axis != "peer" or not stage.vectors or stage.name == "modules":
-        return exchange
-    lookups = stage.lookups.rounds[exchange.round]
-    widths = [0] * exchange.grid.world_size
-    for tower, features in enumerate(stage.plan.towers):
-        made = [one for one in stage.vectors if one.tower == tower and set(one.lookups) & lookups.lookup.keys()]
-        taken = {name for one in made for name in one.lookups}
-        left = sum(lookups.lookup[name].dim for name in features.features if name in lookups.lookup and name not in taken)
-        # The record has columns by rank, and a peer sends those of all ranks of its tower.
-        widths[exchange.grid.tower_ranks(tower)[0]] = left + sum(one.columns for one in made)
-    return replace(exchange, widths=tuple(widths))
 
 
 def _ids(stage: Stage, seen: Mapping[int, _Seen] | None) -> Links:

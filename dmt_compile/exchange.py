@@ -8,7 +8,7 @@ and the renderer all read the same record.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -120,6 +120,26 @@ class Exchange:
     def traffic(self, rank: int, topology: Topology, batch_sizes: Sequence[int]) -> tuple[int, int]:
         """Bytes that ``rank`` sends to others inside its host, and across hosts, in the forward direction."""
         return split_traffic(rank, topology, self.members(rank), self.sizes(self.sent(rank), batch_sizes), self.itemsize)
+
+    def columns_sent(self) -> list[int]:
+        """Columns of the rows that each rank sends."""
+        if self.axis != "peer":
+            return list(self.widths)
+        # The same on all ranks of a tower, which may be many.
+        towers = [self.width(self.grid.tower_ranks(tower)) for tower in range(self.grid.towers)]
+        return [towers[self.grid.tower_of(rank)] for rank in range(self.grid.world_size)]
+
+    def traffic_by_rank(self, topology: Topology) -> list[tuple[int, int]]:
+        """:meth:`traffic` of every rank, inside its host and across hosts, with one sample on each rank.
+
+        All ranks have equally many members of their group on their own host and elsewhere, and send each of them equally many rows
+        with all their columns: what rank 0 sends for one column, times the columns. Asking rank by rank is quadratic in the world.
+        """
+        world = self.grid.world_size
+        unit = replace(self, widths=(1,) * world, tower_widths=None)
+        columns = unit.width(unit.owners(0))
+        inside, across = (total // columns for total in unit.traffic(0, topology, (1,) * world))
+        return [(inside * width, across * width) for width in self.columns_sent()]
 
     def crosses_hosts(self, topology: Topology) -> bool:
         """Whether any rank's group spans hosts."""

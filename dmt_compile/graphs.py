@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -133,15 +133,15 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def closure(sources: Sequence[fx.Node]) -> set[fx.Node]:
-    """``sources`` and all that they are computed from."""
+def closure(sources: Sequence[fx.Node], *, users: bool = False, stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """``sources`` and all that they are computed from, up to ``stop``; with ``users``, all that is computed from them."""
     needed: set[fx.Node] = set()
     stack = list(sources)
     while stack:
         node = stack.pop()
-        if node not in needed:
+        if node not in needed and node not in stop:
             needed.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(node.users if users else node.all_input_nodes)
     return needed
 
 
@@ -192,6 +192,14 @@ def resolve_parameter(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds the parameter called ``name`` in ``root``'s state dict, and the parameter's attribute in it."""
     path, _, attribute = name.rpartition(".")
     return root.get_submodule(path), attribute
+
+
+def attribute_of(root: nn.Module, name: str) -> Any:
+    """What a ``get_attr`` node with that target reads."""
+    value: Any = root
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def source_text(node: fx.Node) -> str:

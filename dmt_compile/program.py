@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from .verify.certificate import Certificate
     from .verify.equivalence import OptimizerFactory
 
-STAGES = ("flat", "model", "towers", "classic", "sptt", "modules", "lowered")
-
 
 def towerize(
     model: nn.Module,
@@ -50,7 +48,7 @@ def towerize(
     dynamic_ids: bool | None = None,
     tower_module: TowerModules | None = None,
     expand: bool = False,
-    init: str = "layer",
+    init: Literal["layer", "preserve"] = "layer",
     seed: int = 0,
 ) -> TowerProgram:
     """Compile a flat recommender into a tower-partitioned SPTT program (DMT, arXiv 2403.00877, section 3.1).
@@ -104,17 +102,19 @@ def towerize(
         warnings.warn(left_flat({**analyses[False].replicated, **analyses[True].replicated}), stacklevel=2)
     sample = few(inputs, analyses)
     made = None
+    if tower_module is not None and not analyses[True].lookups.lookups:
+        raise PlanError("tower_module= needs features on towers, but none of the model's tables is spread (the warning says why)")
     if init not in ("layer", "preserve"):
         raise PlanError(f"init must be 'layer' or 'preserve', got {init!r}")
     if init == "preserve" and inputs is None:
         raise PlanError("init='preserve' keeps what is seen in the vectors that example_inputs look up: give example_inputs=")
     if tower_module is not None:
-        from .towers.model import tower_model
+        from .towers.model import Task, tower_model
 
         lookups = {mode: analysis.lookups for mode, analysis in analyses.items()}
         layouts = {mode: analysis.layout for mode, analysis in analyses.items()}
         keep = inputs if init == "preserve" else None
-        made = tower_model(captured, lookups, layouts, plan, tower_module, sample, expand=expand, seed=seed, inputs=keep)
+        made = tower_model(Task(captured, lookups, layouts, plan, tower_module, sample, seed, keep), expand=expand)
         if inputs is not None:
             for mode, graph in made.captured.graphs.items():
                 record_shapes(graph, made.captured.root, inputs, layouts[mode])

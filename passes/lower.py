@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from dmt_compile.errors import PassError, at
+from dmt_compile.graphs import closure
 from dmt_compile.runtime.announce import NUMBERS
 from dmt_compile.runtime.ids import CountIds, RouteIds
 from dmt_compile.runtime.pooled import ExchangeRows, OpenRound, Pack
@@ -123,8 +124,8 @@ def _overlap(draft: Draft) -> None:
     if not starts:
         return
     last = starts[-1]
-    leading = _closure([last], lambda n: n.all_input_nodes)
-    waiting = _closure([n for n in last.users], lambda n: list(n.users))
+    leading = closure([last])
+    waiting = closure(list(last.users), users=True)
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     (output,) = [n for n in graph.nodes if n.op == "output"]
     effects = {n: effect for n in nodes if (effect := effect_of(draft, n))}
@@ -156,14 +157,3 @@ def _wait_with_effects(nodes: list[fx.Node], leading: set[fx.Node], waiting: set
         if node in waiting:
             some = True
             barrier = barrier or node in effects
-
-
-def _closure(seeds: list[fx.Node], following: Any) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(seeds)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(following(node))
-    return found

@@ -112,7 +112,7 @@ def _drop_columns_that_towers_replace(draft: Draft) -> None:
         assert isinstance(value, fx.Node)
         make = draft.module(value)
         assert isinstance(make, MakeOutput)
-        places = [(number - 1, start, width) for number, start, width in module._places]
+        places = [(number - 1, start, width) for number, start, width in module.places]
         node.args = (*wide, *value.args[1:])
         draft.extras[_key(node)] = ReplacedOutput(places, make)
         _mark(node, "g")

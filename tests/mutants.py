@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
+from dmt_compile import VerificationError
 from dmt_compile.exchange import Exchange
 from dmt_compile.lookups import LookupSet
 from dmt_compile.passes.base import Draft
@@ -18,6 +20,7 @@ from dmt_compile.runtime.select import SelectIds
 from dmt_compile.runtime.tables import RankLookups
 from dmt_compile.stage import Stage
 from dmt_compile.topology import TowerGrid
+from dmt_compile.verify.layout import check_layout
 
 ROWS = 300
 
@@ -53,6 +56,15 @@ def remade(stage: Stage, spoil: Callable[[Mutant], None]) -> Stage:
     mutant = Mutant(stage)
     spoil(mutant)
     return mutant.finish(stage.name)
+
+
+def refuted_by_layout(stage: Stage) -> str:
+    """The layout check's message, which names the pass, the node and the stage."""
+    with pytest.raises(VerificationError) as caught:
+        check_layout(stage)
+    message = str(caught.value)
+    assert "pass '" in message and "node '" in message and f"stage '{stage.name}'" in message, message
+    return message
 
 
 # What is wrong, one function each. The argument is a copy of the lowered stage.

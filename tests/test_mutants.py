@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import collection, jagged, run_ranks, table
-from mutants import MUTANTS, ROWS, Mutant, printed_peer_key, remade
+from mutants import MUTANTS, ROWS, Mutant, printed_peer_key, refuted_by_layout, remade
 from torch import nn
 
 from dmt_compile import PassError, Topology, VerificationError, towerize
@@ -50,14 +50,6 @@ def compiled(shape: str) -> tuple[Any, list[Any], list[Any]]:
     with torch.no_grad():
         expected = [model(*given) for given in inputs]
     return program, inputs, expected
-
-
-def refuted_by_layout(stage: Stage) -> str:
-    with pytest.raises(VerificationError) as caught:
-        check_layout(stage)
-    message = str(caught.value)
-    assert "pass '" in message and "node '" in message and f"stage '{stage.name}'" in message, message
-    return message
 
 
 def refuted_by_running(stage: Stage, inputs: list[Any], expected: list[Any]) -> bool:

@@ -30,7 +30,7 @@ import dmt_compile
 from dmt_compile import Certificate, Check, Topology, TowerProgram, towerize
 from dmt_compile.exchange import Axis, Exchange
 from dmt_compile.render.diff import StageDiff, diff_stages
-from dmt_compile.render.facts import IdsFacts, RowsFacts, rows_facts, traffic_by_rank
+from dmt_compile.render.facts import IdsFacts, RowsFacts, rows_facts
 from dmt_compile.render.fold import fold, moved
 from dmt_compile.render.text import to_text
 from dmt_compile.render.words import cut, listed, place, plain, ranks, short_places, size, size_span, span, spanned
@@ -297,7 +297,7 @@ def test_traffic_is_the_exchanges_own(drawn: tuple[Exchange, Topology]) -> None:
     exchange, topology = drawn
     ones = (1,) * topology.world_size
     expected = [exchange.traffic(rank, topology, ones) for rank in range(topology.world_size)]
-    assert traffic_by_rank(exchange, topology) == expected
+    assert exchange.traffic_by_rank(topology) == expected
     facts = rows_facts(exchange, topology)
     assert facts.across == (min(a for _, a in expected), max(a for _, a in expected))
     assert facts.inside == (min(i for i, _ in expected), max(i for i, _ in expected))

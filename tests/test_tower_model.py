@@ -479,3 +479,26 @@ def test_cross_tower_is_torchrecs_cross_network() -> None:
             mine.up[layer].bias.copy_(theirs.bias[layer])
     x = torch.randn(6, 4, 5)
     torch.testing.assert_close(mine(x).flatten(1), mine.out(theirs(x.flatten(1))))
+
+
+def test_what_the_summary_says() -> None:
+    entry = ZOO["deepfm"]
+    text = " ".join(str(compiled(entry, NARROW)).split())
+    assert "40 columns become 20 before they cross hosts, ratio 2.00" in text and "their layers drawn anew" in text
+    assert "with the flat model's weights as far as they can be kept" in " ".join(
+        str(compiled(entry, NARROW, init="preserve")).split()
+    )
+    assert "expanded behind the exchange, the interaction stays: it was asked for" in str(compiled(entry, NARROW, expand=True))
+
+
+def test_a_program_that_is_left_flat_has_no_towers() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = nn.Embedding(9, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.items(x).mean(1) @ self.items.weight.T
+
+    with pytest.warns(UserWarning), pytest.raises(PlanError, match="none of the model's tables is spread"):
+        towerize(Tied(), TWO, example_inputs=(torch.randint(0, 9, (6, 3)),), tower_module=NARROW)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mutants import Mutant, remade
+from mutants import Mutant, refuted_by_layout, remade
 from torch import nn
 from tower_models import CASES, DIM, TOWERS, Case, program
 from tower_mutants import BESIDE, EVERYWHERE
@@ -174,14 +174,6 @@ class _Fields(nn.Module):
 # Wrong programs.
 
 PROGRAMS = [("dot", (2, 2, 2), "both"), ("dot", (4, 1, 2), "expanded"), ("beside", (2, 2, 2), "both")]
-
-
-def refuted_by_layout(stage: Stage) -> str:
-    with pytest.raises(VerificationError) as caught:
-        check_layout(stage)
-    message = str(caught.value)
-    assert "pass '" in message and "node '" in message and f"stage '{stage.name}'" in message, message
-    return message
 
 
 def _inputs(case: str, world: int) -> list[Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from mutants import Mutant
+from mutants import Mutant, no_shuffle
 from torch import nn
 
 from dmt_compile.exchange import Exchange
@@ -69,18 +69,6 @@ def columns_of_other_features(m: Mutant) -> None:
 
 def before_the_shuffle(m: Mutant) -> None:
     m.skip("shuffle")
-
-
-class Stacked(nn.Module):
-    """The blocks of step d one under the other, cut into rows of the right width: (features, peers)."""
-
-    def forward(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        width = sum(block.shape[1] for block in blocks)
-        return torch.cat([block.reshape(-1) for block in blocks]).view(-1, width)
-
-
-def no_shuffle(m: Mutant) -> None:
-    m.swap_module("shuffle", lambda _: Stacked())
 
 
 def before_the_tower_exchange(m: Mutant) -> None:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import first_line
-from ..graphs import INPUT, clone_sharing_tensors, extras_of, graph_module_over, input_path, plain_attention
+from ..graphs import INPUT, attribute_of, clone_sharing_tensors, extras_of, graph_module_over, input_path, plain_attention
 from ..lookups import LookupSet
 from ..verify.cluster import placeholders
 from ..verify.deal import Layout, batch_size, deal_sizes
@@ -175,16 +175,9 @@ def _width(module: fx.GraphModule, start: fx.Node) -> int | None:
             if found is not None:
                 return int(found if isinstance(found, int) else found[-1])
             weights = [used for used in user.all_input_nodes if used.op == "get_attr"]
-            shapes = [tuple(_attribute(module, str(used.target)).shape) for used in weights]
+            shapes = [tuple(attribute_of(module, str(used.target)).shape) for used in weights]
             if user.target is nn.functional.linear and shapes and len(shapes[0]) == 2:
                 return int(shapes[0][1])
             if len(user.all_input_nodes) - len(weights) == 1:
                 waiting.append(user)
     return None
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value

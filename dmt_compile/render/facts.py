@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..exchange import Exchange, IdExchange
 from ..lookups import Lookup
@@ -70,24 +70,11 @@ def share(plan: TowerPlan, tower: int, lookups: Sequence[Lookup]) -> Share:
     return Share(tower, plan.towers[tower].ranks, tuple(names), sum(x.dim for x in lookups))
 
 
-def traffic_by_rank(exchange: Exchange, topology: Topology) -> list[tuple[int, int]]:
-    """``exchange.traffic`` of every rank, inside its host and across hosts, with one sample on each rank.
-
-    All ranks have equally many members of their group on their own host and elsewhere, and send each of them equally many rows
-    with all their columns: what rank 0 sends for one column, times the columns. Asking rank by rank is quadratic in the world.
-    """
-    world = exchange.grid.world_size
-    unit = replace(exchange, widths=(1,) * world, tower_widths=None)
-    columns = unit.width(unit.owners(0))
-    inside, across = (total // columns for total in unit.traffic(0, topology, (1,) * world))
-    return [(inside * width, across * width) for width in _columns_sent(exchange)]
-
-
 def rows_facts(exchange: Exchange, topology: Topology) -> RowsFacts:
     """The facts of a pooled exchange."""
     grid = exchange.grid
-    sent = _columns_sent(exchange)
-    bytes_sent = traffic_by_rank(exchange, topology)
+    sent = exchange.columns_sent()
+    bytes_sent = exchange.traffic_by_rank(topology)
     members = len(exchange.members(0))
     everyone = _sum_over(grid.world_size, "all {} ranks")
     peers = _sum_over(grid.towers, "my {} peers")
@@ -105,15 +92,6 @@ def rows_facts(exchange: Exchange, topology: Topology) -> RowsFacts:
         inside=span_of(inside for inside, _ in bytes_sent),
         across=span_of(across for _, across in bytes_sent),
     )
-
-
-def _columns_sent(exchange: Exchange) -> list[int]:
-    """The columns that each rank sends, by rank."""
-    grid = exchange.grid
-    if exchange.axis != "peer":
-        return list(exchange.widths)
-    towers = [exchange.width(grid.tower_ranks(tower)) for tower in range(grid.towers)]
-    return [towers[grid.tower_of(rank)] for rank in range(grid.world_size)]
 
 
 def _sum_over(count: int, whom: str) -> str:

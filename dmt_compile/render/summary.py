@@ -13,7 +13,7 @@ from rich.text import Text
 from ..exchange import Exchange, IdExchange
 from ..lookups import LookupOutput, LookupSet
 from ..runtime.pooled import ExchangeRows
-from .facts import EXCHANGE_NAMES, ids_facts, traffic_by_rank
+from .facts import EXCHANGE_NAMES, ids_facts
 from .interactions import interaction_lines
 from .text import WIDTH, to_text
 from .towers import tower_lines
@@ -213,7 +213,7 @@ def _traffic(program: TowerProgram) -> RenderableType:
                 found.setdefault((module.exchange.unit, module.exchange.axis), []).append(module.exchange)
         per_sample = 0
         for number, ((unit, axis), exchanges) in enumerate(sorted(found.items(), key=lambda item: item[0][0] != "sample")):
-            traffic = _added([traffic_by_rank(exchange, program.topology) for exchange in exchanges])
+            traffic = _added([exchange.traffic_by_rank(program.topology) for exchange in exchanges])
             label = EXCHANGE_NAMES[axis].removesuffix(" AlltoAll") + ("" if unit == "sample" else f", per {unit}")
             if unit == "sample":
                 per_sample += 1

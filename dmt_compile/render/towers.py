@@ -25,9 +25,10 @@ def tower_lines(program: TowerProgram) -> Iterator[str]:
     yield f"{taken:,} columns become {left:,} before they cross hosts, ratio {taken / left:.2f}"
     beside = program.lookups.width - taken
     if beside:
-        yield f"{counted(beside, 'column')} of other lookups travel beside them as they are"
+        yield f"{counted(beside, 'column')} of other lookups {'goes' if beside == 1 else 'go'} through no module"
     if made.way == "re-sized":
-        yield f"the interaction is re-sized: {counted(len(made.resized), 'tensor')} of other shapes, drawn anew unless kept"
+        how = "with the flat model's weights as far as they can be kept" if made.kept else "their layers drawn anew"
+        yield f"the interaction is re-sized: {counted(len(made.resized), 'tensor')} of other shapes, {how}"
         yield from _resized(made.resized)
         if made.redrawn:
             yield f"not derived from the flat model's weights: {cut(', '.join(made.redrawn), _REASON)}"

@@ -23,7 +23,7 @@ def apply_sizes(root: nn.Module, shapes: Mapping[str, tuple[int, ...]], norms: M
     that of Xavier's or Kaiming's would: with the root of its number of inputs and outputs. All are drawn from ``seed``.
 
     Raises:
-        PlanError: a parameter is on no device that has values, or one name has to become two shapes.
+        PlanError: one parameter has to become two shapes.
     """
     for name, shape in norms.items():
         norm: Any = root.get_submodule(name)

@@ -53,8 +53,8 @@ class NewSizes:
 class Derivation:
     """One run of a graph over ``root`` (a clone that may be changed) on tensors without values.
 
-    ``given`` are the values of nodes that are not run, ``sites`` the shapes of those that bring vectors in, in which symbols stand
-    for what changes. ``eager`` takes numbers in views of a layer's outputs for the width of a vector where they are equal.
+    In the shapes of values that bring vectors in, symbols stand for what changes. ``eager`` takes numbers in views of a layer's
+    outputs for the width of a vector where they are equal.
     """
 
     def __init__(self, graph: fx.Graph, extras: Mapping[str, nn.Module], root: nn.Module, fixed: set[int], *, eager: bool) -> None:
@@ -78,7 +78,7 @@ class Derivation:
         self.eager = eager
 
     def run(self, given: Mapping[fx.Node, Any], roots: Mapping[sympy.Symbol, int]) -> NewSizes:
-        """The sizes that follow where the symbols ``roots`` get new values.
+        """The sizes that follow where the symbols ``roots`` get new values; ``given`` are the values of nodes that are not run.
 
         Raises:
             Unfit: some size does not follow.

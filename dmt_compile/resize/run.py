@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import at, first_line
+from ..graphs import attribute_of
 from .constants import ORDER, Pattern, patterns_of
 from .literals import named, replaced
 from .symbols import Unfit
@@ -116,7 +117,7 @@ class Runner(fx.Interpreter):
         """A parameter's stand-in, or one for a constant whose sizes follow a pattern."""
         d = self.d
         name = str(n.target)
-        original = d.originals[name][1] if name in d.originals else _attribute(d.module, name)
+        original = d.originals[name][1] if name in d.originals else attribute_of(d.module, name)
         if isinstance(original, nn.Parameter):
             return d.made[d.originals[name][0]]
         if not isinstance(original, torch.Tensor):
@@ -246,10 +247,3 @@ def _listed(pattern: Pattern) -> Pattern:
 
 def _itself(count: int) -> Any:
     return count
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value

@@ -67,7 +67,11 @@ class FlatColumns(nn.Module):
 
 
 class ReplaceColumns(nn.Module):
-    """What the flat model's call returns for its lookups, with other columns in the place of those that towers have taken."""
+    """What the flat model's call returns for its lookups, with other columns in the place of those that towers have taken.
+
+    ``places`` say of each of its lookups which value has its columns (0 the call's own, then the towers'), from which column on,
+    and how many.
+    """
 
     def __init__(self, output: LookupOutput, lookups: LookupSet, vectors: Sequence[TowerVectors]) -> None:
         super().__init__()
@@ -80,15 +84,14 @@ class ReplaceColumns(nn.Module):
                 taken[name] = (number, start)
                 start += width
         starts = [sum(self._dims[:place]) for place in range(len(self._dims))]
-        # Number 0 is the call's own value.
-        self._places = [
+        self.places = [
             (taken[name][0] + 1, taken[name][1], width) if name in taken else (0, start, width)
             for name, start, width in zip(output.lookups, starts, self._dims, strict=True)
         ]
 
     def forward(self, value: Any, *wide: torch.Tensor) -> object:
         own = columns_of(self.output, value)
-        parts = [(own, *wide)[number].narrow(1, start, width) for number, start, width in self._places]
+        parts = [(own, *wide)[number].narrow(1, start, width) for number, start, width in self.places]
         columns = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if not isinstance(value, torch.Tensor):
             return torchrec_adapter.make_output(self.output.keys, self._dims, columns)

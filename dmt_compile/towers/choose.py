@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -37,7 +38,7 @@ def make_modules(
         if not served:
             continue
         widths = tuple(lookups.lookup[name].dim for name in served)
-        where = f"{_line(factories[number])}tower_module of tower {number} ({len(served)} features: {_short(served)})"
+        where = f"{_line(factories[number])}tower_module of tower {number} ({_short(served)})"
         dtypes = {lookups.lookup[name].dtype for name in served}
         if len(dtypes) > 1:
             raise PlanError(f"{where}: its vectors are of different types, {', '.join(sorted(map(str, dtypes)))}")
@@ -86,10 +87,9 @@ def _by_tower(wanted: TowerModules, towers: int) -> list[Factory]:
 def _make(factory: Factory, widths: Sequence[int], where: str, seed: int, dtype: torch.dtype) -> nn.Module:
     make: Callable[[], Any]
     if isinstance(factory, nn.Module):
-        given = factory
-        make = lambda: given  # noqa: E731
-    elif len(set(widths)) == 1:
-        make = lambda: factory(len(widths), widths[0])  # noqa: E731
+        return factory
+    if len(set(widths)) == 1:
+        make = partial(factory, len(widths), widths[0])
     elif isinstance(factory, PassThrough):
         return PassedVectors(1, sum(widths))
     else:
@@ -100,7 +100,7 @@ def _make(factory: Factory, widths: Sequence[int], where: str, seed: int, dtype:
                 "features of one width into a tower, or give the factory a method mixed(widths), whose module takes (rows, "
                 f"{sum(widths)})"
             )
-        make = lambda: mixed(widths)  # noqa: E731
+        make = partial(mixed, widths)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -111,7 +111,7 @@ def _make(factory: Factory, widths: Sequence[int], where: str, seed: int, dtype:
             raise PlanError(f"{where} cannot be made: {first_line(error)}") from error
     if not isinstance(module, nn.Module):
         raise PlanError(f"{where}: a torch.nn.Module is needed, the factory made a {type(module).__name__}")
-    return module if isinstance(factory, nn.Module) else module.to(dtype)
+    return module.to(dtype)
 
 
 def _declared(module: nn.Module, widths: Sequence[int], where: str) -> tuple[int, int]:
@@ -197,4 +197,4 @@ def _line(factory: Any) -> str:
 
 
 def _short(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} feature{'s' if len(names) > 1 else ''}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

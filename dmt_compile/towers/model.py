@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 
-from ..adapters import torchrec as torchrec_adapter
 from ..capture import Captured
 from ..errors import PlanError, first_line
 from ..graphs import clone_sharing_tensors, deepcopy_values, extras_of, graph_module_over
-from ..interactions.block import laid
 from ..interactions.find import follow
 from ..interactions.tape import Tape
 from ..lookups import LookupSet
 from ..nested import take_apart
 from ..plan import TowerPlan
-from ..resize import Derivation, NewSizes, Unfit, apply_sizes
+from ..resize import NewSizes, Unfit, apply_sizes
 from ..verify.deal import Layout
 from .choose import TowerModules, make_modules, refuse_widths
-from .insert import Inserted, insert_at_sites, insert_expanded, kept_count, pieces_of, with_arguments
+from .insert import Inserted, insert_at_sites, insert_expanded, kept_count, with_arguments
 from .modules import DLRMTower
 from .preserve import keep_and_bring_back, seen_vectors, set_modules, set_resized
 from .record import EXPANSIONS, HOLDER, TowerVectors
-from .sites import Site, Sites, each_vector, find_sites, one_vector
+from .sites import each_vector, find_sites, one_vector
+from .sized import Found, new_sizes
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -37,7 +35,8 @@ class TowerModel:
     """The captured tower model, and what its towers' modules take and make.
 
     ``way`` is "re-sized" or "expanded", ``why`` the reason for the latter; ``resized`` names the parameters and buffers that
-    changed shape, with the old and the new one. With a warm start, ``redrawn`` are those that do not follow from the old ones.
+    changed shape, with the old and the new one. ``kept`` tells of a warm start; ``redrawn`` are then the tensors that do not follow
+    from the old ones.
     """
 
     captured: Captured
@@ -46,6 +45,7 @@ class TowerModel:
     why: str
     resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     redrawn: tuple[str, ...] = ()
+    kept: bool = False
 
 
 class Rebuilt(nn.Module):
@@ -67,32 +67,39 @@ class Rebuilt(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What is known of one graph: a run of it, and where its vectors lie together."""
+class Task:
+    """A flat model and the tower modules that it is to get.
 
-    flat: fx.GraphModule
-    lookups: LookupSet
-    tape: Tape
-    sites: Sites | None
+    ``lookups`` and ``layouts`` are by mode, ``sample`` a few samples of its inputs. With ``inputs``, the weights begin as close to
+    those of the flat model as they can, see :mod:`preserve`.
+    """
+
+    captured: Captured
+    lookups: Mapping[bool, LookupSet]
+    layouts: Mapping[bool, Layout]
+    plan: TowerPlan
+    wanted: TowerModules
+    sample: Inputs | None
+    seed: int = 0
+    inputs: Inputs | None = None
+
+    @property
+    def graphs(self) -> dict[int, tuple[bool, fx.GraphModule]]:
+        """The different graphs, with one of the modes that each is for."""
+        return {id(graph): (mode, graph) for mode, graph in self.captured.graphs.items()}
+
+    def modules(self, names: Sequence[str]) -> tuple[tuple[TowerVectors, ...], dict[int, nn.Module]]:
+        """The towers' modules for the lookups ``names``, on the device of the tables."""
+        lookups = self.lookups[True]
+        device = self.captured.root.get_parameter(lookups.tables[0].parameter).device
+        return make_modules(self.wanted, self.plan, lookups, names, self.seed, device)
 
 
-def tower_model(
-    captured: Captured,
-    lookups: Mapping[bool, LookupSet],
-    layouts: Mapping[bool, Layout],
-    plan: TowerPlan,
-    wanted: TowerModules,
-    sample: Inputs | None,
-    *,
-    expand: bool = False,
-    seed: int = 0,
-    inputs: Inputs | None = None,
-) -> TowerModel:
+def tower_model(task: Task, *, expand: bool = False) -> TowerModel:
     """Give every tower its module, and re-size the interaction and its neighbours to what the modules make (section 3.2).
 
     Where new sizes do not follow from the graph, or with ``expand``, a layer per tower brings its vectors back to their old width
-    behind the exchange, and everything behind stays as it is. With ``inputs``, the weights begin as close to those of the flat
-    model as they can, see :mod:`preserve`.
+    behind the exchange, and everything behind stays as it is.
 
     Raises:
         PlanError: the modules do not fit the towers, or no lookup makes one vector per sample.
@@ -100,34 +107,28 @@ def tower_model(
     try:
         if expand:
             raise Unfit("it was asked for")
-        made = _resized(captured, lookups, layouts, plan, wanted, sample, seed, inputs)
-        if inputs is not None and not made.redrawn:
-            _check_kept(captured, lookups, layouts, plan, sample, made)
+        made = _resized(task)
+        if task.inputs is not None and not made.redrawn:
+            _check_kept(task, made)
         return made
     except Unfit as reason:
-        return _expanded(captured, lookups, plan, wanted, seed, str(reason), inputs)
+        return _expanded(task, str(reason))
 
 
-def _check_kept(
-    captured: Captured,
-    lookups: Mapping[bool, LookupSet],
-    layouts: Mapping[bool, Layout],
-    plan: TowerPlan,
-    sample: Inputs | None,
-    made: TowerModel,
-) -> None:
+def _check_kept(task: Task, made: TowerModel) -> None:
     """Try the warm start where it must be exact: with modules that keep all of their vectors, in more columns than these have.
 
     Raises:
         Unfit: the model depends on how wide or how many its vectors are, or holds them in an order that weights cannot follow.
     """
+    captured, sample = task.captured, task.sample
     if sample is None or all(one.passes for one in made.vectors):
         return
     width = made.vectors[0].width
     most = max(-(-sum(one.widths) // width) for one in made.vectors)
     padded = DLRMTower(1, 0, 2 * made.vectors[0].widths[0]) if kept_count(made.vectors) else DLRMTower(0, most + 1, width)
     try:
-        tried = _resized(captured, lookups, layouts, plan, padded, sample, 0, sample)
+        tried = _resized(replace(task, wanted=padded, inputs=sample))
     except (Unfit, PlanError) as error:
         raise Unfit(f"a warm start could not be tried: {first_line(error)}") from error
     roots = (captured.root, tried.captured.root)
@@ -148,30 +149,12 @@ def _check_kept(
             )
 
 
-def _home(captured: Captured, lookups: LookupSet) -> torch.device:
-    """Where the tables are."""
-    return captured.root.get_parameter(lookups.tables[0].parameter).device
-
-
-def _graphs(captured: Captured) -> dict[int, tuple[bool, fx.GraphModule]]:
-    """The different graphs, with one of the modes that each is for."""
-    return {id(graph): (mode, graph) for mode, graph in captured.graphs.items()}
-
-
-def _resized(
-    captured: Captured,
-    lookups: Mapping[bool, LookupSet],
-    layouts: Mapping[bool, Layout],
-    plan: TowerPlan,
-    wanted: TowerModules,
-    sample: Inputs | None,
-    seed: int,
-    inputs: Inputs | None,
-) -> TowerModel:
+def _resized(task: Task) -> TowerModel:
+    captured, lookups = task.captured, task.lookups
     tapes: dict[int, Tape] = {}
-    for key, (mode, flat) in _graphs(captured).items():
+    for key, (mode, flat) in task.graphs.items():
         try:
-            tapes[key] = follow(flat, captured.root, lookups[mode], sample, layouts[mode])
+            tapes[key] = follow(flat, captured.root, lookups[mode], task.sample, task.layouts[mode])
         except Exception as error:
             raise Unfit(f"the model could not be followed ({first_line(error)})") from error
     reasons: list[str] = []
@@ -179,11 +162,11 @@ def _resized(
     for together in (True, False):
         find = find_sites if together else each_vector
         found = {
-            key: _Found(flat, lookups[mode], tapes[key], find(flat.graph, tapes[key], lookups[mode]))
-            for key, (mode, flat) in _graphs(captured).items()
+            key: Found(flat, lookups[mode], tapes[key], find(flat.graph, tapes[key], lookups[mode]))
+            for key, (mode, flat) in task.graphs.items()
         }
         try:
-            return _resized_at(captured, found, lookups[True], plan, wanted, sample, seed, inputs, together)
+            return _resized_at(task, found, together)
         except Unfit as reason:
             reasons.append(str(reason).partition("\n")[0])
     raise Unfit(reasons[0] if not reasons[0].startswith(_NOWHERE) else reasons[1])
@@ -192,24 +175,14 @@ def _resized(
 _NOWHERE = "nowhere in the model"
 
 
-def _resized_at(
-    captured: Captured,
-    found: Mapping[int, _Found],
-    lookups: LookupSet,
-    plan: TowerPlan,
-    wanted: TowerModules,
-    sample: Inputs | None,
-    seed: int,
-    inputs: Inputs | None,
-    together: bool,
-) -> TowerModel:
+def _resized_at(task: Task, found: Mapping[int, Found], together: bool) -> TowerModel:
+    captured = task.captured
     sites = [one.sites for one in found.values() if one.sites is not None]
     if len(sites) < len(found):
         raise Unfit(f"{_NOWHERE} do the vectors of several features lie together")
     if len({frozenset(one.lookups) for one in sites}) > 1:
         raise Unfit("other features lie together in training than in evaluation")
-    names = [name for name in lookups.lookup if name in set(sites[0].lookups)]
-    vectors, modules = make_modules(wanted, plan, lookups, names, seed, _home(captured, lookups))
+    vectors, modules = task.modules(sites[0].lookups)
     if any("vectors" in site.axes for one in sites for site in one.sites):
         refuse_widths(vectors)
     if not together and not kept_count(vectors):
@@ -218,14 +191,7 @@ def _resized_at(
     for key, one in found.items():
         assert one.sites is not None
         inserted = insert_at_sites(one.flat, one.lookups, vectors, one.sites)
-        try:
-            sizes = _new_sizes(captured, one, inserted, vectors, eager=False, kept=inputs is not None)
-        except Unfit as reason:
-            try:
-                sizes = _new_sizes(captured, one, inserted, vectors, eager=True, kept=inputs is not None)
-            except Unfit:
-                raise reason from None
-        made[key] = (inserted, sizes)
+        made[key] = (inserted, new_sizes(captured.root, one, inserted, vectors, kept=task.inputs is not None))
     tensors: dict[str, tuple[int, ...]] = {}
     constants: dict[str, torch.Tensor] = {}
     for inserted, sizes in made.values():
@@ -241,23 +207,23 @@ def _resized_at(
     root = clone_sharing_tensors(captured.root)
     old = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     norms = {name: shape for _, sizes in made.values() for name, shape in sizes.norms.items()}
-    apply_sizes(root, {name: shape for name, shape in tensors.items() if name not in constants}, norms, seed)
+    apply_sizes(root, {name: shape for name, shape in tensors.items() if name not in constants}, norms, task.seed)
     for place, value in constants.items():
         _set(root, place, value)
     new = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     resized = {name: (shape, new[name]) for name, shape in old.items() if new[name] != shape}
     redrawn: list[str] = []
-    if inputs is not None:
+    if task.inputs is not None:
         inserted, _ = next(iter(made.values()))
         values = dict(
             (*captured.root.named_parameters(remove_duplicate=False), *captured.root.named_buffers(remove_duplicate=False))
         )
-        kept = set_modules(modules, vectors, seen_vectors(inserted, captured.root, inputs), sites[0].sites[0].lookups)
+        kept = set_modules(modules, vectors, seen_vectors(inserted, captured.root, task.inputs), sites[0].sites[0].lookups)
         axes = {name: one for _, sizes in made.values() for name, one in sizes.axes.items()}
         redrawn = set_resized(root, values, axes, kept)
     rebuilt = _rebuilt(captured, root, {key: inserted for key, (inserted, _) in made.items()}, modules, {})
-    _try(rebuilt.root, sample)
-    return TowerModel(rebuilt, vectors, "re-sized", "", resized, tuple(redrawn))
+    _try(rebuilt.root, task.sample)
+    return TowerModel(rebuilt, vectors, "re-sized", "", resized, tuple(redrawn), task.inputs is not None)
 
 
 def _try(root: nn.Module, sample: Inputs | None) -> None:
@@ -272,137 +238,29 @@ def _try(root: nn.Module, sample: Inputs | None) -> None:
         raise Unfit(f"with its new sizes the model raises {first_line(error)}") from error
 
 
-def _new_sizes(
-    captured: Captured, found: _Found, inserted: Inserted, vectors: Sequence[TowerVectors], *, eager: bool, kept: bool
-) -> NewSizes:
-    """What has to change behind the sites; with ``kept`` also what is made of vectors whose sizes stay."""
-    lookups = found.lookups
-    root = clone_sharing_tensors(captured.root, copy_buffers=True).eval()
-    tables = {id(root.get_parameter(table.parameter)) for table in lookups.tables}
-    for holder in (HOLDER, EXPANSIONS):
-        root.add_module(holder, nn.Module())
-    derivation = Derivation(inserted.graph, inserted.extras, root, tables, eager=eager)
-    symbols = derivation.symbols
-    widths = [lookups.lookup[name].dim for one in vectors for name in one.lookups]
-    made = [width for _, _, width in pieces_of(vectors, [name for one in vectors for name in one.lookups])]
-    roots: dict[sympy.Symbol, int] = {}
-
-    def size(old: int, new: int) -> Any:
-        if old == new and not kept:
-            return old
-        symbol = symbols.fresh(old)
-        if isinstance(symbol, int):
-            raise Unfit(f"a size of {old} cannot be told from others")
-        roots[symbol.node.expr] = new
-        return symbol
-
-    even = len(set(widths)) == 1 and len(set(made)) == 1
-    number: Any = size(len(widths), len(made)) if even else None
-    width: Any = size(widths[0], made[0]) if even else None
-    columns = number * width if even else size(sum(widths), sum(made))
-    derivation.number = number.node.expr if isinstance(number, torch.SymInt) else None
-    derivation.layouts = _layouts(found.tape)
-    derivation.width = sympy.sympify(width.node.expr if isinstance(width, torch.SymInt) else width) if even else None
-    derivation.columns = sympy.sympify(columns.node.expr if isinstance(columns, torch.SymInt) else columns)
-    given = _given(derivation, found, inserted)
-    for node, site in inserted.laid.items():
-        if not even and "vectors" in site.axes:
-            raise Unfit(f"vectors of widths {sorted(set(made))} do not fit where the model has them in one axis")
-        sizes: dict[str, Any] = {"batch": found.tape.batch, "vectors": number, "width": width, "columns": columns}
-        if len(site.lookups) < len(widths):
-            # One vector for each of some.
-            sizes["vectors"] = len(site.lookups)
-            sizes["columns"] = len(site.lookups) * width if even else _columns(site, lookups, vectors, size)
-        dtype = lookups.lookup[site.lookups[0]].dtype
-        given[node] = symbols.empty([sizes[axis] if isinstance(axis, str) else axis for axis in site.axes], dtype)
-    if not roots:
-        return NewSizes({}, {}, {})
-    return derivation.run(given, roots)
-
-
-def _layouts(tape: Tape) -> dict[str, tuple[int | None, int | None]]:
-    """By node whose value holds the vectors of several features, the axes that count vectors and columns."""
-    found = {}
-    for node, number in tape.held.items():
-        labels = tape.values[number].labels
-        if labels is not None and len(tape.own(number)) > 1 and not tape.mixed(number) and node not in tape.several:
-            places = laid(tape, number)
-            found[node.name] = (places.vector_axis, places.width_axis)
-    return found
-
-
-def _columns(site: Site, lookups: LookupSet, vectors: Sequence[TowerVectors], size: Callable[[int, int], Any]) -> Any:
-    """Columns of vectors of different widths, one for each of some lookups."""
-    old = sum(lookups.lookup[name].dim for name in site.lookups)
-    return size(old, sum(width for _, _, width in pieces_of(vectors, site.lookups)))
-
-
-def _given(derivation: Derivation, found: _Found, inserted: Inserted) -> dict[fx.Node, Any]:
-    """Values, without contents, of the nodes that need not be run: inputs, lookups, and what only these need."""
-    tape, lookups = found.tape, found.lookups
-    held = {node.name: value for node, value in tape.given.items()}
-    shapes = {node.name: tape.values[number].shape for node, number in tape.held.items()}
-    outputs = {output.node: output for output in lookups.outputs}
-    given: dict[fx.Node, Any] = {}
-
-    def empty(value: torch.Tensor) -> torch.Tensor:
-        return derivation.symbols.empty(value.shape, value)
-
-    for node in inserted.graph.nodes:
-        if node.name in held:
-            tensors, template = take_apart(held[node.name])
-            given[node] = template.build([empty(one) if isinstance(one, torch.Tensor) else one for one in tensors])
-        elif node.name in outputs:
-            output = outputs[node.name]
-            served = [lookups.lookup[name] for name in output.lookups]
-            if output.shape is None and output.like is None:
-                values = derivation.symbols.empty([tape.batch, sum(one.dim for one in served)], served[0].dtype)
-                given[node] = torchrec_adapter.make_output(output.keys, [one.dim for one in served], values)
-            else:
-                given[node] = derivation.symbols.empty(shapes[node.name], served[0].dtype)
-    needed: set[fx.Node] = set()
-    waiting = [node for node in inserted.graph.nodes if node.op == "output"]
-    stop = {*given, *inserted.laid}
-    while waiting:
-        node = waiting.pop()
-        if node not in needed and node not in stop:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    for node in inserted.graph.nodes:
-        if node not in needed and node not in stop:
-            given[node] = None
-    return given
-
-
-def _expanded(
-    captured: Captured,
-    lookups: Mapping[bool, LookupSet],
-    plan: TowerPlan,
-    wanted: TowerModules,
-    seed: int,
-    why: str,
-    inputs: Inputs | None,
-) -> TowerModel:
+def _expanded(task: Task, why: str) -> TowerModel:
+    captured, lookups = task.captured, task.lookups
     names = list(one_vector(lookups[True]))
     if not names:
         raise PlanError(
             "no lookup of the model makes one vector per sample, which is what tower modules take: compile without tower_module"
         )
-    vectors, modules = make_modules(wanted, plan, lookups[True], names, seed, _home(captured, lookups[True]))
+    vectors, modules = task.modules(names)
+    home = captured.root.get_parameter(lookups[True].tables[0].parameter).device
     expansions: dict[int, nn.Module] = {}
     for one in vectors:
         if not one.passes:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed + one.tower)
+                torch.manual_seed(task.seed + one.tower)
                 dtype = lookups[True].lookup[one.lookups[0]].dtype
-                expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype).to(_home(captured, lookups[True]))
-    graphs = {key: insert_expanded(flat, lookups[mode], vectors) for key, (mode, flat) in _graphs(captured).items()}
-    if inputs is not None:
-        for one, rows in zip(vectors, seen_vectors(next(iter(graphs.values())), captured.root, inputs), strict=True):
+                expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype).to(home)
+    graphs = {key: insert_expanded(flat, lookups[mode], vectors) for key, (mode, flat) in task.graphs.items()}
+    if task.inputs is not None:
+        for one, rows in zip(vectors, seen_vectors(next(iter(graphs.values())), captured.root, task.inputs), strict=True):
             if not one.passes:
                 keep_and_bring_back(modules[one.tower], expansions[one.tower], rows, one)
     rebuilt = _rebuilt(captured, clone_sharing_tensors(captured.root), graphs, modules, expansions)
-    return TowerModel(rebuilt, vectors, "expanded", why, {})
+    return TowerModel(rebuilt, vectors, "expanded", why, {}, (), task.inputs is not None)
 
 
 def _rebuilt(

@@ -15,20 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from ..errors import VerificationError, at
 from ..exchange import Block, Exchange
 from ..lookups import LookupSet
 from ..plan import TowerPlan
-from ..runtime.ids import CountIds, MakeRequest, ReadSizes, RouteIds, UnpackIds
 from ..runtime.pooled import ExchangeRows, MakeOutput, Pack, PeerPermute, RestoreColumns, Shuffle, Splits, Unpack
-from ..runtime.select import ReadIds, SelectIds
 from ..runtime.tables import RankLookups
 from ..runtime.tower_rows import RunTower, SendColumns, TowerColumns
 from ..stage import ALL_TO_ALL, PASS, WAIT, Stage
-from . import tower_layout
+from . import id_layout, tower_layout
 from .values import Blocks, Buffer, Columns, FromTower, Ids, InFlight, Packed, Routed, Rows, Sizes, TowerRows
 
 
@@ -113,60 +110,10 @@ class _Checker:
     def value(self, argument: Any) -> Any:
         return self.values[argument] if isinstance(argument, fx.Node) else argument
 
-    # ids
-
-    def read_ids(self, module: ReadIds, *inputs: Any) -> Any:
-        read = tuple(self.flat_name(arg) for arg in self.node.args if isinstance(arg, fx.Node))
-        expected = module.source.nodes
-        self.expect(read == expected, f"reads ids from {', '.join(read)}, the model reads them from {', '.join(expected)}")
-        return Ids("source", SelectIds((), (), (), ()), module.source)
-
     def flat_name(self, node: fx.Node) -> str:
         """The name, in the flat model's graph, of what a node stands for."""
         module = self.stage.module(node) if node.op == "call_module" else None
         return module.output.node if isinstance(module, MakeOutput) else node.name
-
-    def request(self, module: MakeRequest, *sources: Any) -> Any:
-        self.sources(module.select, sources, module.exchange.round)
-        self.counts_match(module.select, module.exchange)
-        return Ids("request", module.select, module.exchange)
-
-    def route(self, module: RouteIds, *sources: Any) -> Any:
-        self.sources(module.select, sources, module.exchange.round)
-        self.counts_match(module.select, module.exchange)
-        return Routed(module.select, module.exchange)
-
-    def sources(self, select: SelectIds, sources: tuple[Any, ...], number: int) -> None:
-        self.expect(number in range(len(self.rounds)), f"is of round {number} of {len(self.rounds)}")
-        expected = self.rounds[number].sources
-        found = tuple(source.module if isinstance(source, Ids) else source for source in sources)
-        self.expect(found == expected, "ids are not read from the model's id sources, in their order")
-        self.expect(select.sources == expected, "ids are selected from other sources than the model's")
-
-    def counts_match(self, select: SelectIds, exchange: Any) -> None:
-        self.expect(
-            len(exchange.features_per_rank) == self.world and exchange.starts[-1] == len(select.entries),
-            f"{len(select.entries)} features are sent, but the ranks expect {exchange.starts[-1]}",
-        )
-        weighted = tuple(exchange.starts[rank] + place for rank, run in enumerate(exchange.weighted_per_rank) for place in run)
-        self.expect(weighted == select.weighted, "the features that come with weights are not the ones the ranks expect")
-        largest = max(table.end for table in self.rounds[0].tables) - 1
-        self.expect(largest <= torch.iinfo(exchange.id_dtype).max, f"{exchange.id_dtype} does not hold every id up to {largest}")
-
-    def same_division(self, ids: Ids, module: Any) -> None:
-        self.expect(ids.module == module.exchange, "divides the ids among the ranks in another way than they were ordered for")
-
-    def count_ids(self, module: CountIds, request: Any) -> Any:
-        self.expect(isinstance(request, Ids) and request.kind == "request", "counts something that is not a request for ids")
-        self.same_division(request, module)
-        return Ids("counts", request.select, module.exchange)
-
-    def read_sizes(self, module: ReadSizes, received: Any, sent: Any) -> Any:
-        self.awaited(received)
-        self.expect(isinstance(received, Ids) and received.kind == "counts received", "reads sizes that no rank has sent")
-        self.expect(isinstance(sent, Ids) and sent.kind == "counts", "does not know what this rank has sent")
-        self.same_division(received, module)
-        return Sizes("ids", module.exchange)
 
     def attribute(self, value: Any, name: str) -> Any:
         if isinstance(value, Ids) and value.kind == "request":
@@ -176,17 +123,6 @@ class _Checker:
         if isinstance(value, Sizes) and value.kind == "ids":
             return Sizes("batch", value.source.round) if name == "batch_sizes" else Sizes(name)
         return None
-
-    def unpack_ids(self, module: UnpackIds, lengths: Any, values: Any, weights: Any, sizes: Any) -> Any:
-        for value, kind in ((lengths, "lengths received"), (values, "values received"), (weights, "weights received")):
-            self.awaited(value)
-            if value is None and kind.startswith("weights") and not module.exchange.carries_weights:
-                continue
-            self.expect(isinstance(value, Ids) and value.kind == kind, f"is not given the {kind.split()[0]} that were received")
-            self.same_division(value, module)
-        self.expect(isinstance(sizes, Sizes) and sizes.kind == "ids", "does not know the sizes of what was received")
-        self.expect(sizes.source == module.exchange, "is given the sizes of another exchange")
-        return Routed(lengths.select, module.exchange)
 
     # pooled rows
 
@@ -410,12 +346,6 @@ def _natural(rows: Any, world: int) -> bool:
 
 
 _HANDLERS: dict[type[nn.Module], Callable[..., Any]] = {
-    ReadIds: _Checker.read_ids,
-    MakeRequest: _Checker.request,
-    RouteIds: _Checker.route,
-    CountIds: _Checker.count_ids,
-    ReadSizes: _Checker.read_sizes,
-    UnpackIds: _Checker.unpack_ids,
     RankLookups: _Checker.lookup,
     PeerPermute: _Checker.permute,
     ExchangeRows: _Checker.declared,
@@ -425,5 +355,6 @@ _HANDLERS: dict[type[nn.Module], Callable[..., Any]] = {
     Shuffle: _Checker.shuffle,
     RestoreColumns: _Checker.restore,
     MakeOutput: _Checker.make_output,
+    **id_layout.HANDLERS,
     **tower_layout.HANDLERS,
 }
