@@ -20,6 +20,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _TOGETHER = ("test_plain_docs", "test_mutants", "test_render")
 
 
+# Before xdist's own hook, which reads the marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes run the tests, all that need several ranks run in one of them, so that ranks are started once."""
     for item in items:

@@ -235,13 +235,20 @@ class Meta(nn.Module):
         return self.frozen(self.top(self.norm(self.ebc(sparse).values())))
 
 
+def _tables_in_memory() -> list[nn.Parameter]:
+    return [t for t in gc.get_objects() if isinstance(t, nn.Parameter) and not t.is_meta and t.shape[-1:] == (4,)]
+
+
 def meta_on_ranks() -> tuple[Tensors, Tensors]:
+    # What earlier tests have left on this rank; held, so that nothing else gets their ids.
+    before = _tables_in_memory()
+    known = {id(t) for t in before}
     model = Meta("meta")
     module = dmt_compile.towerize(model, Topology(2, 2)).distribute(device="cpu")
     torch.stack([module(models.jagged(models.FIVE, 3, seed=dist.get_rank(), rows=10)).sum()]).sum().backward()
     assert all(tensor.is_meta for tensor in model.state_dict().values()), "the user's model was touched"
-    real = [t for t in gc.get_objects() if isinstance(t, nn.Parameter) and not t.is_meta and t.shape[-1:] == (4,)]
-    assert {id(t) for t in real} == {id(t) for t in module.table_parameters()}
+    made = [t for t in _tables_in_memory() if id(t) not in known]
+    assert {id(t) for t in made} == {id(t) for t in module.table_parameters()}
     result = {name: p.detach().clone() for name, p in module.named_parameters()}, module.full_state_dict()
     module.close()
     return result

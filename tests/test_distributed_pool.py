@@ -69,8 +69,10 @@ def test_dead_and_overrunning_ranks_end_the_pool() -> None:
     try:
         with pytest.raises(RankError, match="exit code 17"):
             ranks(2, _die, 1, patience=20, collective=5)
+        # Started before: their patience begins with the call, and is to end in the function.
+        ranks(2, _sum, 0)
         with pytest.raises(RankError, match="_sleep"):
-            ranks(2, _sleep, patience=1)
+            ranks(2, _sleep, patience=5)
         pids = [pid for *_, pid in ranks(2, _sum, 0)]
     finally:
         ranks.close()
