@@ -10,7 +10,7 @@ TABLES, DIM = 16, 64
 
 
 def run(quick: bool) -> None:
-    gigabytes = 0.5 if quick else 4.0
+    gigabytes = 0.1 if quick else 4.0
     rows = []
     for label, size in ((f"{gigabytes:g} GB of tables", gigabytes), ("the same on the meta device", 0.0)):
         rows_per_table = int((size or gigabytes) * 2**30 / (TABLES * DIM * 4))

@@ -37,7 +37,7 @@ def run(quick: bool) -> None:
     # With several threads every operator waits for the slowest one, and on a busy machine that is all that would be measured.
     torch.set_num_threads(1)
     try:
-        rows = [_row(case, max(case.pairs // 4, 8) if quick else case.pairs) for case in CASES]
+        rows = [_row(case, max(case.pairs // 4, 8) if quick else case.pairs) for case in (CASES[-2:] if quick else CASES)]
     finally:
         torch.set_num_threads(threads)
     show(

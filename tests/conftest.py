@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 # Files whose tests share a fixture that is costly to make.
-_TOGETHER = ("test_plain_docs", "test_mutants", "test_render")
+_TOGETHER = ("test_capture_export", "test_mutants", "test_plain_docs", "test_render")
 
 
 # Before xdist's own hook, which reads the marks.

@@ -38,26 +38,36 @@ def compiled(kind: type[Any], topology: Topology = WIDE) -> TowerProgram:
     return towerize(model, topology, example_inputs=given(model, EXAMPLE))
 
 
+@functools.cache
+def once(kind: type[Any]) -> tuple[nn.Module, TowerProgram]:
+    """A model and its program, made by torch.export and shared by the tests of a style; compiling has left the model as it was."""
+
+    def refuse(*args: Any) -> Any:
+        raise CaptureError("not tried")
+
+    model = build(kind)
+    before = {name: list(module.__dict__) for name, module in model.named_modules()}
+    tensors = {name: (id(value), value._version) for name, value in (*model.named_parameters(), *model.named_buffers())}
+    spaces = set(vars(export_models))
+    with pytest.MonkeyPatch.context() as patch:
+        # Some of the models could be traced with the structure of their inputs.
+        patch.setattr("dmt_compile.capture.attempts._capture_symbolically", refuse)
+        program = towerize(model, WIDE, example_inputs=given(model, EXAMPLE))
+    assert {name: list(module.__dict__) for name, module in model.named_modules()} == before
+    assert {n: (id(v), v._version) for n, v in (*model.named_parameters(), *model.named_buffers())} == tensors
+    assert set(vars(export_models)) == spaces, "len and int are put back"
+    return model, program
+
+
 def proved(program: TowerProgram, *batch: Any) -> None:
     certificate = program.verify(*batch, steps=1)
     assert certificate.passed, str(certificate)
 
 
-@pytest.fixture
-def only_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of the models could be traced with the structure of their inputs; here none is."""
-
-    def refuse(*args: Any) -> Any:
-        raise CaptureError("not tried")
-
-    monkeypatch.setattr("dmt_compile.capture.attempts._capture_symbolically", refuse)
-
-
-@pytest.mark.usefixtures("only_export")
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_style(kind: type[Any]) -> None:
     """The flat model's results in both modes, for batches of other sizes than the example's, more ranks than samples too."""
-    program, model = compiled(kind), build(kind)
+    model, program = once(kind)
     assert program._dmt.captured.front_end == "torch.export" and program.leaves == {}
     for training in (True, False):
         assert program.train(training) is program and program.training == training
@@ -66,11 +76,10 @@ def test_every_style(kind: type[Any]) -> None:
             proved(program, *given(model, 4, 2))
 
 
-@pytest.mark.usefixtures("only_export")
 @pytest.mark.parametrize("kind", MODELS)
 def test_called_as_the_flat_model(kind: type[Any]) -> None:
     """Called directly: the flat model's outputs, types and effects on buffers, whatever the mode is switched to."""
-    program, model = compiled(kind, NARROW), build(kind)
+    program, model = copy.deepcopy(once(kind)[1]), build(kind)
     for seed, training in enumerate((True, False, True)):
         program.train(training)
         model.train(training)
@@ -89,26 +98,17 @@ def _parts(value: Any) -> Any:
     return [value.logits] if isinstance(value, Result) else value
 
 
-@pytest.mark.usefixtures("only_export")
 @pytest.mark.parametrize("kind", MODELS)
-def test_model_is_untouched(kind: type[Any]) -> None:
-    model = build(kind)
-    before = {name: list(module.__dict__) for name, module in model.named_modules()}
-    tensors = {name: (id(value), value._version) for name, value in (*model.named_parameters(), *model.named_buffers())}
-    spaces = set(vars(export_models))
-    program = towerize(model, NARROW, example_inputs=given(model, EXAMPLE))
+def test_the_model_is_shared(kind: type[Any]) -> None:
+    model, program = once(kind)
     assert list(program.state_dict()) == list(model.state_dict())
-    assert {name: list(module.__dict__) for name, module in model.named_modules()} == before
-    assert {n: (id(v), v._version) for n, v in (*model.named_parameters(), *model.named_buffers())} == tensors
-    assert set(vars(export_models)) == spaces, "len and int are put back"
     mine, theirs = dict(program.named_parameters()), dict(model.named_parameters())
     assert list(mine) == list(theirs) and all(mine[name] is theirs[name] for name in mine)
 
 
-@pytest.mark.usefixtures("only_export")
 @pytest.mark.parametrize("kind", MODELS)
 def test_nodes_know_their_lines(kind: type[Any]) -> None:
-    program = compiled(kind, NARROW)
+    _, program = once(kind)
     calls = {output.node for output in program.lookups.outputs}
     for node in program.stages["flat"].graph.nodes:
         where = source_location(node)
@@ -133,7 +133,7 @@ def test_layers_stay_whole() -> None:
 
 def test_deepcopy() -> None:
     for kind in (DeepFm, Modes):
-        program, model = compiled(kind), build(kind)
+        program, model = compiled(kind, NARROW), build(kind)
         other = copy.deepcopy(program)
         assert {id(p) for p in other.parameters()}.isdisjoint(id(p) for p in program.parameters())
         with torch.no_grad():

@@ -44,6 +44,8 @@ ONE_BY_ONE = {
 TWO_LEFT = {"matrix factorisation", "element-wise product in an MLP", "nn.Bilinear of two"}
 EXPANDED = {
     "narrow": {"written into zeros", "nn.Bilinear of two"},
+    # Whether weights can be kept is tried with another number of vectors, and there is one.
+    "wider": {"written into zeros", "nn.Bilinear of two", "history pooled by itself"},
     "several": ONE_BY_ONE
     | TWO_LEFT
     # Two heads, five columns; a single vector, whose size 1 torch takes for that of others.
@@ -62,9 +64,34 @@ def made(program: TowerProgram) -> TowerModel:
     return found
 
 
+# What takes the width itself into account: means and norms over columns, biases added to each, numbers of heads.
+BY_WIDTH = {
+    *(
+        "cin by einsum and conv",
+        "xdeepfm",
+        "fibinet",
+        "a mask from all vectors",
+        "nothing mixed",
+        "transformer layer with a class token",
+    ),
+    *("multi-head attention",),
+}
+WIDENED = sorted(set(COMPILED) - MIXED - BY_WIDTH)
+
+
+def check_sizes(program: TowerProgram, module: DLRMTower, expanded: bool) -> None:
+    assert (made(program).way == "expanded") == expanded, made(program).why
+    assert bool(made(program).why) == expanded
+    for record in made(program).vectors:
+        assert (record.vectors, record.width) == (module.c * len(record.lookups) + module.p, module.dim)
+
+
 @pytest.mark.parametrize(
     ("name", "label", "module"),
-    [*((name, "narrow", NARROW) for name in COMPILED), *((name, "several", SEVERAL) for name in COMPILED[::4])],
+    [
+        *((name, "narrow", NARROW) for name in sorted({*COMPILED} - {*WIDENED} | {*WIDENED[::4]})),
+        *((name, "several", SEVERAL) for name in COMPILED[::4]),
+    ],
 )
 def test_resized(name: str, label: str, module: DLRMTower) -> None:
     entry = ZOO[name]
@@ -74,13 +101,10 @@ def test_resized(name: str, label: str, module: DLRMTower) -> None:
             compiled(entry, module, model)
         return
     program = compiled(entry, module, model)
-    assert (made(program).way == "expanded") == (name in EXPANDED[label]), made(program).why
-    assert bool(made(program).why) == (name in EXPANDED[label])
+    check_sizes(program, module, name in EXPANDED[label])
     for batch in (1, 6):
         inputs = entry.inputs(batch)
         assert program(*inputs).shape == model(*inputs).shape
-    for record in made(program).vectors:
-        assert (record.vectors, record.width) == (module.c * len(record.lookups) + module.p, module.dim)
 
 
 @pytest.mark.parametrize("name", [*FEW, "concat-MLP of mixed widths", "nothing mixed"])
@@ -101,28 +125,17 @@ def test_kept_where_nothing_is_compressed(name: str, expand: bool) -> None:
     assert torch.equal(program(*entry.inputs()), model(*entry.inputs()))
 
 
-# What takes the width itself into account: means and norms over columns, biases added to each, numbers of heads.
-BY_WIDTH = {
-    *(
-        "cin by einsum and conv",
-        "xdeepfm",
-        "fibinet",
-        "a mask from all vectors",
-        "nothing mixed",
-        "transformer layer with a class token",
-    ),
-    *("multi-head attention",),
-}
-
-
-@pytest.mark.parametrize("name", sorted(set(COMPILED) - MIXED - BY_WIDTH))
+@pytest.mark.parametrize("name", WIDENED)
 def test_wider_vectors_compute_the_same(name: str) -> None:
     """Three columns of zeros more in every vector: any size that is wrong, or in the wrong place, shows in the result."""
     entry = ZOO[name]
     model = entry.build().eval()
     program = compiled(entry, WIDER, model, init="preserve")
+    check_sizes(program, WIDER, name in EXPANDED["wider"])
     assert not made(program).redrawn
-    torch.testing.assert_close(program(*entry.inputs()), model(*entry.inputs()), rtol=1e-4, atol=1e-4)
+    for batch in (1, 6):
+        inputs = entry.inputs(batch)
+        torch.testing.assert_close(program(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
@@ -133,9 +146,15 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "_capture_symbolically", refuse)
 
 
-@pytest.mark.parametrize("module", [NARROW, ONE], ids=["narrow", "one"])
 @pytest.mark.parametrize(
-    "name", ["dot, bmm and tril_indices", "cross, low-rank, stacked", "deepfm", "multi-head attention", "xdeepfm"]
+    ("name", "module"),
+    [
+        ("dot, bmm and tril_indices", NARROW),
+        ("cross, low-rank, stacked", ONE),
+        ("deepfm", ONE),
+        ("multi-head attention", NARROW),
+        ("xdeepfm", NARROW),
+    ],
 )
 def test_both_front_ends(name: str, module: DLRMTower, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     traced = made(compiled(ZOO[name], module))

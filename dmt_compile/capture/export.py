@@ -68,13 +68,21 @@ def export(
     free = [range(leaf.dim() if every_size else min(leaf.dim(), 1)) if isinstance(leaf, torch.Tensor) else () for leaf in leaves]
     dims = tuple(dict.fromkeys(sizes, auto) or None for sizes in free)
     sizes = contextlib.nullcontext() if strict else _sizes_stay_symbolic(model)
-    with _quiet(), sizes, kept_calls(model, seen) as kept, _decisions() as decisions:
+    with _quiet(), sizes, _without_cache(), kept_calls(model, seen) as kept, _decisions() as decisions:
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=(dims,), strict=strict)
     shapes = _checked_shapes(program, arguments, leaves, decisions)
     returned = result[0] if strict else result[-1]
     if len(returned.paths) != sum(spec.kind is OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
         raise ExportError("forward returns a size of its inputs beside its tensors")
     return Exported(program, arguments, shapes, returned, kept)
+
+
+def _without_cache() -> contextlib.AbstractContextManager[Any]:
+    """Operators on fake tensors are not looked up by their arguments: keys of symbolic sizes cost more than what they save."""
+    import torch._dynamo.config as dynamo
+
+    patched: contextlib.AbstractContextManager[Any] = dynamo.patch(fake_tensor_cache_enabled=False)
+    return patched
 
 
 def _run_once(model: nn.Module, arguments: Arguments, leaves: list[Any], result: list[Template]) -> dict[str, Signature]:

@@ -34,6 +34,8 @@ class Symbols:
     def __init__(self) -> None:
         self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
         self.mode = FakeTensorMode(shape_env=self.env)
+        # Every size is a symbol of its own here: nothing is asked twice, and keys of symbolic sizes are dear.
+        self.mode.cache_enabled = False
         # What had to be equal, and where.
         self.equations: list[tuple[sympy.Expr, sympy.Expr, str]] = []
         self.where = ""
