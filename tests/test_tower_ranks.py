@@ -101,8 +101,6 @@ RUNS = [
     ("dot", (2, 2, 2), "each", "SGD", False),
     ("dot", (4, 2, 4), "both", "Adam", False),
     ("dot", (2, 4, 2), "together", "SGD", True),
-    ("dot", (1, 4, 2), "cross", "Adam", False),
-    ("dot", (4, 2, 2), "each", "SGD", False),
     ("dot", (2, 2, 2), "list", "Adam", False),
     ("dot", (2, 2, 2), "some", "SGD", False),
     ("by mode", (2, 2, 2), "each", "SGD", False),
