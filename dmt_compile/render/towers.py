@@ -9,6 +9,7 @@ from .words import counted, cut, short_places, span
 
 if TYPE_CHECKING:
     from ..program import TowerProgram
+    from ..towers.model import TowerModel
     from ..towers.record import TowerVectors
 
 _MOST_TOWERS = 8
@@ -27,8 +28,7 @@ def tower_lines(program: TowerProgram) -> Iterator[str]:
     if beside:
         yield f"{counted(beside, 'column')} of other lookups {'goes' if beside == 1 else 'go'} through no module"
     if made.way == "re-sized":
-        how = "with the flat model's weights as far as they can be kept" if made.kept else "their layers drawn anew"
-        yield f"the interaction is re-sized: {counted(len(made.resized), 'tensor')} of other shapes, {how}"
+        yield from _changed(program, made)
         yield from _resized(made.resized)
         if made.redrawn:
             yield f"not derived from the flat model's weights: {cut(', '.join(made.redrawn), _REASON)}"
@@ -38,6 +38,20 @@ def tower_lines(program: TowerProgram) -> Iterator[str]:
         yield _tower(one, type(program.get_submodule(one.target)).__name__)
     if len(made.vectors) > _MOST_TOWERS:
         yield f"... and {len(made.vectors) - _MOST_TOWERS:,} more (program.tower_model.vectors)"
+
+
+def _changed(program: TowerProgram, made: TowerModel) -> Iterator[str]:
+    if not made.resized:
+        yield "the interaction takes what they make as it is: nothing changes its shape"
+        return
+    tensors = dict((*program.named_parameters(remove_duplicate=False), *program.named_buffers(remove_duplicate=False)))
+    # Lists of places (which products are kept, say) are made for the new sizes, and never drawn.
+    drawn = sum(name not in tensors or tensors[name].is_floating_point() for name in made.resized)
+    lists = len(made.resized) - drawn
+    how = "with the flat model's weights as far as they can be kept" if made.kept else "their layers drawn anew"
+    parts = [f"{counted(drawn, 'tensor')} of other shapes, {how}"] if drawn else []
+    parts += [f"{counted(lists, 'index list')} for the new sizes"] if lists else []
+    yield f"the interaction is re-sized: {'; '.join(parts)}"
 
 
 def _resized(resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:

@@ -27,7 +27,7 @@ from .data_parallel import ByMode, compiled, synchronised
 from .groups import TowerGroups, refuse_device, timeout_of
 from .materialize import materialize
 from .ownership import prune
-from .tower_sync import TowerSync, own_module, unsynchronised
+from .tower_sync import TowerSync, own_module, take_from_first_rank, unsynchronised
 
 
 class RankModule(nn.Module):
@@ -320,6 +320,7 @@ def distribute(
         if (made := own_module(root, stage, rank)) is not None:
             made.to(home)
     refuse_device(dist.get_backend_config(group), home)
+    take_from_first_rank(root, stage, rank, group, home)
     groups = TowerGroups.create(group, stage.plan.grid, timeout or timeout_of(group, home), number)
     context = RankContext(
         rank,

@@ -20,6 +20,7 @@ from ..plan import TowerPlan
 from ..resize import NewSizes, Unfit, apply_sizes
 from ..verify.deal import Layout
 from .choose import TowerModules, make_modules, refuse_widths
+from .holder import TowerHolder
 from .insert import Inserted, insert_at_sites, insert_expanded, kept_count, with_arguments
 from .modules import DLRMTower
 from .preserve import keep_and_bring_back, seen_vectors, set_modules, set_resized
@@ -29,10 +30,12 @@ from .sized import Found, new_sizes
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
+_SHOWN = 4
+
 
 @dataclass(frozen=True)
 class TowerModel:
-    """The captured tower model, and what its towers' modules take and make.
+    """The captured tower model, and what its towers' modules take and make: ``vectors``, a :class:`TowerVectors` for each.
 
     ``way`` is "re-sized" or "expanded", ``why`` the reason for the latter; ``resized`` names the parameters and buffers that
     changed shape, with the old and the new one. ``kept`` tells of a warm start; ``redrawn`` are then the tensors that do not follow
@@ -46,6 +49,13 @@ class TowerModel:
     resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     redrawn: tuple[str, ...] = ()
     kept: bool = False
+
+    def __repr__(self) -> str:
+        towers = ", ".join(f"{sum(one.widths)} to {one.columns} columns" for one in self.vectors[:_SHOWN])
+        if len(self.vectors) > _SHOWN:
+            towers += ", ..."
+        kept = f", kept, {len(self.redrawn)} redrawn" if self.kept else ""
+        return f"TowerModel({self.way}, {len(self.vectors)} towers: {towers}; {len(self.resized)} resized{kept})"
 
 
 class Rebuilt(nn.Module):
@@ -90,9 +100,12 @@ class Task:
 
     def modules(self, names: Sequence[str]) -> tuple[tuple[TowerVectors, ...], dict[int, nn.Module]]:
         """The towers' modules for the lookups ``names``, on the device of the tables."""
-        lookups = self.lookups[True]
-        device = self.captured.root.get_parameter(lookups.tables[0].parameter).device
-        return make_modules(self.wanted, self.plan, lookups, names, self.seed, device)
+        return make_modules(self.wanted, self.plan, self.lookups[True], names, self.seed, self.home)
+
+    @property
+    def home(self) -> torch.device:
+        """The device of the tables."""
+        return self.captured.root.get_parameter(self.lookups[True].tables[0].parameter).device
 
 
 def tower_model(task: Task, *, expand: bool = False) -> TowerModel:
@@ -221,7 +234,8 @@ def _resized_at(task: Task, found: Mapping[int, Found], together: bool) -> Tower
         kept = set_modules(modules, vectors, seen_vectors(inserted, captured.root, task.inputs), sites[0].sites[0].lookups)
         axes = {name: one for _, sizes in made.values() for name, one in sizes.axes.items()}
         redrawn = set_resized(root, values, axes, kept)
-    rebuilt = _rebuilt(captured, root, {key: inserted for key, (inserted, _) in made.items()}, modules, {})
+    holder = TowerHolder(modules, vectors, task.plan, task.home)
+    rebuilt = _rebuilt(captured, root, {key: inserted for key, (inserted, _) in made.items()}, holder, {})
     _try(rebuilt.root, task.sample)
     return TowerModel(rebuilt, vectors, "re-sized", "", resized, tuple(redrawn), task.inputs is not None)
 
@@ -246,20 +260,20 @@ def _expanded(task: Task, why: str) -> TowerModel:
             "no lookup of the model makes one vector per sample, which is what tower modules take: compile without tower_module"
         )
     vectors, modules = task.modules(names)
-    home = captured.root.get_parameter(lookups[True].tables[0].parameter).device
     expansions: dict[int, nn.Module] = {}
     for one in vectors:
         if not one.passes:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(task.seed + one.tower)
                 dtype = lookups[True].lookup[one.lookups[0]].dtype
-                expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype).to(home)
+                expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype).to(task.home)
     graphs = {key: insert_expanded(flat, lookups[mode], vectors) for key, (mode, flat) in task.graphs.items()}
     if task.inputs is not None:
         for one, rows in zip(vectors, seen_vectors(next(iter(graphs.values())), captured.root, task.inputs), strict=True):
             if not one.passes:
                 keep_and_bring_back(modules[one.tower], expansions[one.tower], rows, one)
-    rebuilt = _rebuilt(captured, clone_sharing_tensors(captured.root), graphs, modules, expansions)
+    holder = TowerHolder(modules, vectors, task.plan, task.home)
+    rebuilt = _rebuilt(captured, clone_sharing_tensors(captured.root), graphs, holder, expansions)
     return TowerModel(rebuilt, vectors, "expanded", why, {}, (), task.inputs is not None)
 
 
@@ -267,15 +281,15 @@ def _rebuilt(
     captured: Captured,
     root: nn.Module,
     graphs: Mapping[int, Inserted],
-    modules: Mapping[int, nn.Module],
+    towers: TowerHolder,
     expansions: Mapping[int, nn.Module],
 ) -> Captured:
-    for holder, held in ((HOLDER, modules), (EXPANSIONS, expansions)):
-        if hasattr(root, holder):
-            raise PlanError(f"the model has an attribute '{holder}', which is the name for tower modules: rename it")
-        if held:
-            root.add_module(holder, nn.ModuleDict({str(number): module for number, module in held.items()}))
-            getattr(root, holder).train(root.training)
+    behind = nn.ModuleDict({str(number): module for number, module in expansions.items()})
+    for name, held in ((HOLDER, towers), (EXPANSIONS, behind)):
+        if hasattr(root, name):
+            raise PlanError(f"the model has an attribute '{name}', which is the name for tower modules: rename it")
+        if len(held):
+            root.add_module(name, held.train(root.training))
     made = {key: graph_module_over(root, one.graph, one.extras, "TowerModel") for key, one in graphs.items()}
     by_mode = {mode: made[id(flat)] for mode, flat in captured.graphs.items()}
     rebuilt = Rebuilt(root, by_mode)

@@ -141,7 +141,10 @@ class DLRMTowerLayer(nn.Module):
                 own = matrix[: self.width, : self.each.in_features]
                 times = matrix.shape[1] // self.each.in_features
                 if self.together is not None or not torch.equal(torch.block_diag(*[own] * times), matrix):
-                    raise PlanError("DLRMTower keeps a trained model's vectors with c=1 and p=0, or with c=0 only")
+                    raise PlanError(
+                        "DLRMTower keeps a trained model's vectors with c=1 and p=0, or with c=0, only: use one of these, or "
+                        "init='layer'"
+                    )
                 self.each.weight.copy_(own)
                 self.each.bias.zero_()
             elif self.together is not None:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..errors import PlanError
+from ..errors import PlanError, first_line
 from ..graphs import copy_graph, graph_module_over
 from ..resize import Segment
 from .insert import Inserted, kept_count
 from .record import TowerVectors
+from .tries import expected_matrix, refuse_other_values
 
 
 class Kept:
@@ -34,7 +35,7 @@ def set_modules(
     """Let tower modules keep as much of the vectors ``seen``, one (rows, vectors, width) or (rows, columns) each, as they can.
 
     Raises:
-        PlanError: a module has no method ``set_linear(matrix)``, or cannot compute a linear map.
+        PlanError: a module has no method ``set_linear(matrix)``, or does not compute ``matrix @ x`` behind it.
     """
     even = all(one.equal_widths for one in vectors) and len({one.widths[0] for one in vectors}) == 1
     each = None
@@ -72,13 +73,23 @@ def set_modules(
 
 
 def _set(module: nn.Module, matrix: torch.Tensor, one: TowerVectors) -> None:
+    where = f"init='preserve': set_linear of {type(module).__name__}, tower {one.tower} ({', '.join(one.lookups[:3])}"
+    where += ", ...)" if len(one.lookups) > 3 else ")"
     setter: Any = getattr(module, "set_linear", None)
     if setter is None:
         raise PlanError(
             f"init='preserve': {type(module).__name__} of tower {one.tower} has no method set_linear(matrix), which makes it "
-            f"compute matrix @ x for the ({matrix.shape[1]},) columns of its features: add one, or use init='layer'"
+            f"compute matrix @ x for the columns x of its features. {expected_matrix(matrix, one)}: add one, or use init='layer'"
         )
-    setter(matrix)
+    try:
+        with torch.no_grad():
+            # It may write to what it is given.
+            setter(matrix.clone())
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+    except Exception as error:
+        raise PlanError(f"{where}, raises {first_line(error)}. {expected_matrix(matrix, one)}") from error
+    refuse_other_values(module, matrix, one, where)
 
 
 def keep_and_bring_back(module: nn.Module, expansion: nn.Module, rows: torch.Tensor, one: TowerVectors) -> None:
