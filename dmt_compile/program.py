@@ -78,12 +78,15 @@ def towerize(
         tower_module: a dense module per tower that makes fewer or narrower vectors of its features before they cross hosts
             (section 3.2): :class:`DLRMTower`, :class:`CrossTower`, :class:`PassThrough`, or any function f(num_features, width)
             -> module whose module declares ``vectors`` and ``width``; one for all towers, a list with one for each, or a dict by
-            tower. The interaction and its neighbours are re-sized. This changes the model: it is to be trained anew.
+            tower. The interaction and its neighbours are re-sized. This changes the model: it is to be trained anew. The tables,
+            and what keeps its shape, are the flat model's own tensors, which training changes: ``copy.deepcopy(model)`` keeps it.
         expand: bring every tower's vectors back to their old width behind the exchange, by a layer of the tower's own, and leave
             the interaction as it is. This is also done where new sizes do not follow from the graph.
         init: "layer" draws re-sized layers as their class does; "preserve" begins as close to the flat model as linear algebra
             allows: exactly with it where modules do not compress, and with a truncated singular value decomposition of the vectors
-            that ``example_inputs`` look up where they do. Needs tower modules with a method ``set_linear``.
+            that ``example_inputs`` look up where they do. Needs tower modules with a method ``set_linear(matrix)``, which lets them
+            compute ``matrix @ x`` for the columns x of their features, feature by feature; matrix is (vectors * width, columns of
+            the features). They are tried.
         seed: for the parameters of tower modules and of layers that are re-sized.
 
     Raises:
@@ -129,7 +132,8 @@ class TowerProgram(nn.Module):
     A model whose forward reads ``self.training`` has two sets of stages; everything here speaks of those of the current mode.
 
     Called as a module it runs the "towers" stage on one device, with the flat model's results. Parameters, buffers and
-    ``state_dict()`` are the flat model's own, by the same names.
+    ``state_dict()`` are the flat model's own, by the same names; with tower modules, the tower model's: ``dmt_towers.*`` beside
+    them, and re-sized layers. ``load_state_dict`` then raises :class:`PlanError` where the weights are those of towers of other features.
     """
 
     def __init__(
