@@ -133,7 +133,7 @@ class TowerProgram(nn.Module):
 
     Called as a module it runs the "towers" stage on one device, with the flat model's results. Parameters, buffers and
     ``state_dict()`` are the flat model's own, by the same names; with tower modules, the tower model's: ``dmt_towers.*`` beside
-    them, and re-sized layers. ``load_state_dict`` then raises :class:`PlanError` where the weights are those of towers of other features.
+    them, and re-sized layers. ``load_state_dict`` then raises :class:`PlanError` for the weights of towers of other features.
     """
 
     def __init__(
