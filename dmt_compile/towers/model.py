@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class TowerModel:
 
     ``way`` is "re-sized" or "expanded", ``why`` the reason for the latter; ``resized`` names the parameters and buffers that
     changed shape, with the old and the new one. ``kept`` tells of a warm start; ``redrawn`` are then the tensors that do not follow
-    from the old ones.
+    from the old ones. ``undrawn`` says of layers by name why their class could not draw them with their sizes: they are then drawn
+    from a normal distribution.
     """
 
     captured: Captured
@@ -46,6 +47,7 @@ class TowerModel:
     resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     redrawn: tuple[str, ...] = ()
     kept: bool = False
+    undrawn: Mapping[str, str] = field(default_factory=dict)
 
 
 class Rebuilt(nn.Module):
@@ -207,7 +209,7 @@ def _resized_at(task: Task, found: Mapping[int, Found], together: bool) -> Tower
     root = clone_sharing_tensors(captured.root)
     old = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     norms = {name: shape for _, sizes in made.values() for name, shape in sizes.norms.items()}
-    apply_sizes(root, {name: shape for name, shape in tensors.items() if name not in constants}, norms, task.seed)
+    undrawn = apply_sizes(root, {name: shape for name, shape in tensors.items() if name not in constants}, norms, task.seed)
     for place, value in constants.items():
         _set(root, place, value)
     new = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
@@ -221,9 +223,10 @@ def _resized_at(task: Task, found: Mapping[int, Found], together: bool) -> Tower
         kept = set_modules(modules, vectors, seen_vectors(inserted, captured.root, task.inputs), sites[0].sites[0].lookups)
         axes = {name: one for _, sizes in made.values() for name, one in sizes.axes.items()}
         redrawn = set_resized(root, values, axes, kept)
+        undrawn = {path: why for path, why in undrawn.items() if any(name.rpartition(".")[0] == path for name in redrawn)}
     rebuilt = _rebuilt(captured, root, {key: inserted for key, (inserted, _) in made.items()}, modules, {})
     _try(rebuilt.root, task.sample)
-    return TowerModel(rebuilt, vectors, "re-sized", "", resized, tuple(redrawn), task.inputs is not None)
+    return TowerModel(rebuilt, vectors, "re-sized", "", resized, tuple(redrawn), task.inputs is not None, undrawn)
 
 
 def _try(root: nn.Module, sample: Inputs | None) -> None:

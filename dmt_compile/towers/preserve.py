@@ -137,11 +137,6 @@ def set_resized(
     Returns the names of those that do not follow by linear algebra: they are drawn as their layer's class draws them.
     """
     left = []
-    with torch.no_grad():
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            # A layer's other tensors were drawn again with those that changed.
-            if name in old and name not in axes and tensor is not old[name] and tensor.shape == old[name].shape:
-                tensor.copy_(old[name])
     for name, made_of in axes.items():
         value: torch.Tensor | None = old[name].detach()
         spread = _spreads(root, name)
