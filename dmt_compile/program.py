@@ -89,7 +89,8 @@ def towerize(
 
     Raises:
         CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.
-        PlanError: ``towers``, ``partition`` or ``tower_module`` does not fit the model or the topology; ``seed`` is no whole number.
+        PlanError: ``towers``, ``partition`` or ``tower_module`` does not fit the model or the topology; ``seed`` is no whole
+            number.
         TopologyError: the topology cannot have that many towers.
         PassError: a rewrite found something that it cannot handle; names the user's file and line.
     """

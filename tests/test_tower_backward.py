@@ -86,7 +86,9 @@ class Twice(nn.Module):
         vectors = [table(x[:, i]) for i, table in enumerate(self.tables)]
         items = self.items(history)
         weight = sum((items * one.unsqueeze(1)).sum(2) for one in vectors)
-        return self.top(torch.cat(vectors, dim=1).tanh()) + (torch.softmax(weight, dim=1).unsqueeze(2) * items).sum((1, 2)).unsqueeze(1)
+        return self.top(torch.cat(vectors, dim=1).tanh()) + (torch.softmax(weight, dim=1).unsqueeze(2) * items).sum(
+            (1, 2)
+        ).unsqueeze(1)
 
 
 MODULES: dict[str, Any] = {
@@ -129,7 +131,14 @@ def step_on_ranks(case: str, module: str) -> tuple[Any, Any, Tensors]:
 
 @pytest.mark.parametrize(
     ("case", "module"),
-    [("dot", "encoder"), ("dot", "constant"), ("dot", "detached"), ("dot", "all without"), ("dot", "in place"), ("twice", "in place")],
+    [
+        ("dot", "encoder"),
+        ("dot", "constant"),
+        ("dot", "detached"),
+        ("dot", "all without"),
+        ("dot", "in place"),
+        ("twice", "in place"),
+    ],
 )
 def test_a_step_equals_one_device(ranks: Ranks, case: str, module: str) -> None:
     found = ranks(4, step_on_ranks, case, module)

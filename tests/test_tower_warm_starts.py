@@ -79,7 +79,9 @@ def made(program: Any) -> TowerModel:
     return found
 
 
-@pytest.mark.parametrize("module", [DLRMTower(0, 1, 16), CrossTower(16, 1, 4), DLRMTower(0, 3, 8), [DLRMTower(0, 2, 8), DLRMTower(0, 3, 8)]])
+@pytest.mark.parametrize(
+    "module", [DLRMTower(0, 1, 16), CrossTower(16, 1, 4), DLRMTower(0, 3, 8), [DLRMTower(0, 2, 8), DLRMTower(0, 3, 8)]]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_where_nothing_is_compressed(name: str, module: Any) -> None:
     model = built(MODELS[name])
@@ -147,7 +149,9 @@ def test_towers_that_make_other_widths(module: Any, towers: list[list[str]]) -> 
 
 @pytest.mark.parametrize("towers", PLANS)
 @pytest.mark.parametrize("widths", MIXED)
-@pytest.mark.parametrize("module", [PassThrough(), DLRMTower(0, 2, 16), DLRMTower(1, 0, 16), CrossTower(16, 1, 3, per_feature=True)])
+@pytest.mark.parametrize(
+    "module", [PassThrough(), DLRMTower(0, 2, 16), DLRMTower(1, 0, 16), CrossTower(16, 1, 3, per_feature=True)]
+)
 def test_tables_of_other_widths(module: Any, widths: tuple[int, ...], towers: list[list[str]]) -> None:
     model = _concat(widths)
     in_each = [{widths[int(name[-1])] for name in tower} for tower in towers]

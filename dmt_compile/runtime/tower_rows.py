@@ -110,9 +110,12 @@ class BoundTower(nn.Module):
         return made
 
 
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
 def _without_gradient(error: RuntimeError, run: nn.Module) -> str | None:
     """What DistributedDataParallel says of parameters that its last backward did not reach; None if it is another error."""
-    if not isinstance(run, DistributedDataParallel) or "Expected to have finished reduction in the prior iteration" not in str(error):
+    if not isinstance(run, DistributedDataParallel) or _UNFINISHED not in str(error):
         return None
     told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]

@@ -22,8 +22,8 @@ def refuse_places(module: nn.Module, device: torch.device, where: str, *, moves:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta and device.type != "meta":
             raise PlanError(
-                f"{where}: '{name}' of {type(module).__name__} is on the meta device, without values, but the tables are on {device}: "
-                "make it on a device (outside torch.device('meta')), or move it with to_empty() and draw its values"
+                f"{where}: '{name}' of {type(module).__name__} is on the meta device, without values, but the tables are on "
+                f"{device}: make it on a device (outside torch.device('meta')), or move it with to_empty() and draw its values"
             )
         if not moves and tensor.device != device:
             raise PlanError(
