@@ -13,12 +13,13 @@ from torch import nn
 from .analysis import Analysis, analyse, left_flat, record_shapes
 from .capture import Captured, capture
 from .compilation import Compilation, few, recaptured, stages_by_mode
-from .errors import PlanError
+from .errors import InputError, PlanError
 from .graphs import clone_sharing_tensors, deepcopy_values
 from .lookups import LookupSet
 from .observe import ExampleInputs, split_inputs
 from .partition import make_plan
 from .plan import TowerPlan
+from .seeds import whole_seed
 from .stage import Stage
 from .topology import Topology
 from .verify.deal import check_batch
@@ -91,12 +92,14 @@ def towerize(
 
     Raises:
         CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.
-        PlanError: ``towers``, ``partition`` or ``tower_module`` does not fit the model or the topology.
+        PlanError: ``towers``, ``partition`` or ``tower_module`` does not fit the model or the topology; ``seed`` is no whole
+            number.
         TopologyError: the topology cannot have that many towers.
         PassError: a rewrite found something that it cannot handle; names the user's file and line.
     """
     if not isinstance(topology, Topology):
         raise PlanError(f"topology must be a dmt_compile.Topology, got {type(topology).__name__}")
+    seed = whole_seed(seed, PlanError)
     inputs = split_inputs(example_inputs, example_kwargs)
     captured = capture(model, inputs)
     analyses = analyse(captured, inputs, dynamic_ids)
@@ -263,14 +266,15 @@ class TowerProgram(nn.Module):
             seed: for cotangents and for random layers (rank r draws as after ``torch.manual_seed(seed + r)``).
 
         Raises:
-            InputError: the inputs cannot be dealt over the ranks or hold no sample, ``steps`` is no number of steps, or the model
-                has no values (meta device).
+            InputError: the inputs cannot be dealt over the ranks or hold no sample, ``steps`` is no number of steps,
+                ``seed`` no whole number, or the model has no values (meta device).
         """
         import torch
 
         from .verify.deal import batch_size, deal
         from .verify.equivalence import Verifier, default_optimizer
 
+        seed = whole_seed(seed, InputError)
         # The caller may have switched gradients off.
         with torch.inference_mode(False), torch.enable_grad():
             layout = self._dmt.analysis.layout

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _MOST_TOWERS = 8
 _MOST_TENSORS = 6
+_MOST_UNDRAWN = 3
 _REASON = 200
 
 
@@ -32,6 +33,10 @@ def tower_lines(program: TowerProgram) -> Iterator[str]:
         yield from _resized(made.resized)
         if made.redrawn:
             yield f"not derived from the flat model's weights: {cut(', '.join(made.redrawn), _REASON)}"
+        for name, why in list(made.undrawn.items())[:_MOST_UNDRAWN]:
+            yield cut(f"'{name}' is drawn from a normal distribution: {why}", _REASON)
+        if len(made.undrawn) > _MOST_UNDRAWN:
+            yield f"... and {len(made.undrawn) - _MOST_UNDRAWN:,} more (program.tower_model.undrawn)"
     else:
         yield f"expanded behind the exchange, the interaction stays: {cut(short_places(made.why), _REASON)}"
     for one in made.vectors[:_MOST_TOWERS]:

@@ -14,6 +14,7 @@ from ..errors import PlanError, first_line
 from ..lookups import LookupSet
 from ..plan import TowerPlan
 from .modules import Factory, PassedVectors, PassThrough
+from .placed import refuse_places, refuse_types
 from .record import TowerVectors
 from .tries import refuse_mixing
 
@@ -30,7 +31,7 @@ def make_modules(
 
     Raises:
         PlanError: a module that cannot be made, does not declare ``vectors`` and ``width``, or does not make them; one that
-            mixes rows, changes their number or their type.
+            mixes rows, changes their number or their type, or is on another device than the tables.
     """
     factories = _by_tower(wanted, len(plan.towers))
     chosen, records, modules = set(names), [], {}
@@ -43,7 +44,10 @@ def make_modules(
         dtypes = {lookups.lookup[name].dtype for name in served}
         if len(dtypes) > 1:
             raise PlanError(f"{where}: its vectors are of different types, {', '.join(sorted(map(str, dtypes)))}")
-        module = _make(factories[number], widths, where, seed + number, dtypes.pop())
+        dtype = dtypes.pop()
+        module = _make(factories[number], widths, where, seed + number, dtype)
+        refuse_places(module, device, where, moves=not isinstance(factories[number], nn.Module))
+        refuse_types(module, widths, dtype, where)
         vectors, width = _declared(module, widths, where)
         records.append(TowerVectors(number, tuple(served), widths, vectors, width, isinstance(module, PassedVectors)))
         modules[number] = module if isinstance(factories[number], nn.Module) else module.to(device)
@@ -69,7 +73,7 @@ def _by_tower(wanted: TowerModules, towers: int) -> list[Factory]:
     if isinstance(wanted, str | bytes):
         raise PlanError(f"tower_module is the text {wanted!r}: give {_ALLOWED}")
     if isinstance(wanted, Mapping):
-        odd = [key for key in wanted if not isinstance(key, int) or key not in range(towers)]
+        odd = [key for key in wanted if not isinstance(key, int) or isinstance(key, bool) or key not in range(towers)]
         if odd:
             raise PlanError(f"tower_module names tower {odd[0]!r}, the plan has towers 0 to {towers - 1}")
         found = [wanted.get(number, PassThrough()) for number in range(towers)]

@@ -132,7 +132,8 @@ def _run(module: nn.Module, rows: torch.Tensor, where: str, seed: int = 0) -> to
     torch.manual_seed(seed)
     count = rows.shape[0]
     try:
-        made: Any = module(rows)
+        # It may write to what it is given.
+        made: Any = module(rows.clone())
     except Exception as error:
         raise PlanError(f"{where} does not run on {tuple(rows.shape)}: {first_line(error)}") from error
     if isinstance(module, PassedVectors):
