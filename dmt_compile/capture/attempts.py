@@ -20,6 +20,7 @@ from ..adapters import torchrec as torchrec_adapter
 from ..errors import CaptureError, source_line, source_location
 from ..graphs import EXTRAS, clone_sharing_tensors, graph_module_over
 from . import symbolic as tracing
+from .backward import LostBackward
 from .captured import LOOKUPS, Captured, Inputs, disagrees, hides_a_lookup, run_once
 from .sources import KEEPS, reason
 from .symbolic import Traced
@@ -110,10 +111,15 @@ def _capture_by_export(model: nn.Module, inputs: Inputs) -> Captured:
         try:
             captured = _capture_exported(model, *inputs, strict=strict)
             _refuse_other_results(captured, inputs)
+            if captured.leaves and hides_a_lookup(captured, inputs):
+                whole = "\n".join(f"  {path}: {why}" for path, why in captured.leaves.items())
+                raise CaptureError(f"{type(model).__name__} could not be exported: what must stay whole holds a lookup.\n{whole}")
             return captured
         except CaptureError as error:
             if failure is not None and (further := _elsewhere(failure, error)):
-                raise CaptureError(f"{failure}\n  torch.export(strict=True) stops here:\n  {further}") from error
+                raise CaptureError(
+                    f"{failure}\n  torch.export(strict=True) stops here:\n  {further}{_advice(error.__cause__)}"
+                ) from error
             failure = failure or error
     assert failure is not None
     raise failure
@@ -191,20 +197,27 @@ def _export(
     from . import export, exported
 
     failure: Exception | None = None
-    for every_size in (False, True):
+    whole: dict[str, str] = {}
+    sizes = [False, True]
+    while sizes:
         # The clone that is exported is changed and thrown away.
         root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
         prepare(thrown_away)
         try:
-            program = export.export(thrown_away, args, kwargs, strict=strict, every_size=every_size)
+            program = export.export(thrown_away, args, kwargs, strict=strict, every_size=sizes[0], whole=whole)
             graph, extras = exported.to_graph(program, root)
-            return Traced(root, graph, extras, {})
+            return Traced(root, graph, extras, whole)
         except Exception as error:
+            if isinstance(error, LostBackward) and error.path is not None and error.path not in whole:
+                whole[error.path] = reason(error)
+                continue
             failure = failure or error
             if not isinstance(error, export.ExportError):
                 break
+            sizes.pop(0)
     why = str(failure) if isinstance(failure, export.ExportError) else reason(failure)  # type: ignore[arg-type]
-    raise CaptureError(f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}") from failure
+    text = f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}{_advice(failure)}"
+    raise CaptureError(text) from failure
 
 
 def _adopt_constants(root: nn.Module, traced: Traced) -> None:
@@ -314,8 +327,15 @@ def _check_model(model: object) -> None:
 
 
 def _explain(error: Exception, model: nn.Module) -> CaptureError:
-    return CaptureError(
-        f"{type(model).__name__} could not be traced to its embedding lookups.\n  {reason(error)}\n"
-        "Code outside submodules without lookups must not branch or loop on tensor values: move such code out of forward, "
-        "or into a submodule that holds no lookup (it is then kept whole)."
-    )
+    why = f"{reason(error)}{_advice(error) or _BRANCHES}"
+    return CaptureError(f"{type(model).__name__} could not be traced to its embedding lookups.\n  {why}")
+
+
+def _advice(error: BaseException | None) -> str:
+    return f"\n{error.advice}" if isinstance(error, LostBackward) else ""
+
+
+_BRANCHES = (
+    "\nCode outside submodules without lookups must not branch or loop on tensor values: move such code out of forward, "
+    "or into a submodule that holds no lookup (it is then kept whole)."
+)
