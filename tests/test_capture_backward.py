@@ -116,7 +116,7 @@ def test_checkpoints(reentrant: bool) -> None:
         return checkpoint(torch.tanh, x, use_reentrant=reentrant)
 
     if reentrant:
-        with pytest.raises(CaptureError, match="applies CheckpointFunction(.|\n)*Checkpoint with use_reentrant=False.$"):
+        with pytest.raises(CaptureError, match=r"applies CheckpointFunction(.|\n)*Checkpoint with use_reentrant=False\.$"):
             towerize(Model("fx", function=checkpointed), TOPOLOGY, example_inputs=pair())
         return
     assert towerize(Model("fx", function=checkpointed), TOPOLOGY, example_inputs=pair()).verify(*pair()).passed

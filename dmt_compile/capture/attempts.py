@@ -6,6 +6,7 @@ and no tracing side effect, reaches the user's objects.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
@@ -19,7 +20,10 @@ from ..adapters import plain_calls
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import CaptureError, source_line, source_location
 from ..graphs import EXTRAS, clone_sharing_tensors, graph_module_over
+from ..hints import arrays
+from ..verify.structure import by_name
 from . import symbolic as tracing
+from .arguments import argument_names
 from .backward import LostBackward
 from .captured import LOOKUPS, Captured, Inputs, disagrees, hides_a_lookup, run_once
 from .sources import KEEPS, reason
@@ -36,11 +40,12 @@ def capture(model: nn.Module, inputs: Inputs | None = None) -> Captured:
     reads ``self.training``, there is a graph for each mode. No graph is taken that differs from the model on ``inputs``.
 
     Raises:
-        CaptureError: the model is not a module, is already sharded or wrapped, or no front end can take it; the message shows
-            the user's line.
+        CaptureError: the model is not a module, is already sharded or wrapped, or no front end can take it, in which case the
+            message shows the user's line; or ``inputs`` hold numpy's arrays.
     """
     _check_model(model)
     if inputs is not None:
+        _refuse_arrays(model, inputs)
         run_once(model, inputs)
     hiding: Captured | None = None
     symbolic: CaptureError | None = None
@@ -117,9 +122,8 @@ def _capture_by_export(model: nn.Module, inputs: Inputs) -> Captured:
             return captured
         except CaptureError as error:
             if failure is not None and (further := _elsewhere(failure, error)):
-                raise CaptureError(
-                    f"{failure}\n  torch.export(strict=True) stops here:\n  {further}{_advice(error.__cause__)}"
-                ) from error
+                further += _advice(error.__cause__)
+                raise CaptureError(f"{failure}\n  torch.export(strict=True) stops here:\n  {further}") from error
             failure = failure or error
     assert failure is not None
     raise failure
@@ -324,6 +328,15 @@ def _check_model(model: object) -> None:
         )
     if EXTRAS in model._modules:
         raise CaptureError(f"the model has a submodule called '{EXTRAS}', a name that the compiled program uses: rename it")
+
+
+def _refuse_arrays(model: nn.Module, inputs: Inputs) -> None:
+    found = arrays(by_name(*inputs, argument_names(inspect.signature(model.forward))))
+    if found:
+        raise CaptureError(
+            f"example_inputs hold arrays of numpy, which are no inputs of a graph: {', '.join(found)}. Give tensors "
+            "(torch.as_tensor), and let forward work on them by operators of torch"
+        )
 
 
 def _explain(error: Exception, model: nn.Module) -> CaptureError:

@@ -60,7 +60,7 @@ def refuse_backward(root: nn.Module, loses: Callable[[type, list[Any]], bool]) -
         trained = torch.is_grad_enabled() or not grad
         if trained and not _whole and loses(cls, tree_leaves((args, kwargs))):
             raise LostBackward(cls, _innermost_without_lookup(sys._getframe(1), root))
-        return super(_BASE, cls).apply(*args, **kwargs)  # type: ignore[misc]
+        return super(_BASE, cls).apply(*args, **kwargs)
 
     _BASE.apply = classmethod(apply)
     try:
@@ -82,8 +82,8 @@ def _innermost_without_lookup(frame: FrameType | None, root: nn.Module) -> str |
     """The path of the innermost module whose call is running and that holds no lookup; None if that is no submodule."""
     paths = {module: path for path, module in root.named_modules()}
     while frame is not None:
-        module = frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None
-        if module in paths:
+        module = frame.f_locals["self"] if frame.f_code is nn.Module._call_impl.__code__ else None
+        if module is not None and module in paths:
             lookup = torchrec_adapter.holds_collection(module) or plain_calls.holds_lookup(module)
             return None if lookup else paths[module] or None
         frame = frame.f_back

@@ -196,12 +196,20 @@ def _decisions() -> Iterator[list[_Decision]]:
 
 
 def _line(symbols: Iterable[Any], decisions: Sequence[_Decision]) -> str:
-    """The first decision about a size of these symbols, as the start of a message."""
-    wanted = set(symbols)
-    # Sizes of several inputs are compared with each other, too.
-    alone = [d.line for d in decisions if d.symbols & wanted and len(d.symbols) == 1]
-    lines = alone or [d.line for d in decisions if d.symbols & wanted] or [d.line for d in decisions if len(d.symbols) == 1]
-    return f"{lines[0]}: " if lines else "forward "
+    """The decision about a size of these symbols that tells most, the first of its kind, as the start of a message."""
+    wanted = _compared(set(symbols), decisions)
+    alone = [d for d in decisions if d.symbols & wanted and len(d.symbols) == 1]
+    # That a size is not 0 or 1 is decided in passing.
+    deciding = [d for d in alone if d.fails_for(*d.symbols) is not None]
+    found = deciding or alone or [d for d in decisions if d.symbols & wanted] or [d for d in decisions if len(d.symbols) == 1]
+    return f"{found[0].line}: " if found else "forward "
+
+
+def _compared(symbols: set[Any], decisions: Sequence[_Decision]) -> set[Any]:
+    """Sizes of several inputs are compared with each other, and what is then decided about one of them holds for all."""
+    while more := {s for d in decisions if d.symbols & symbols for s in d.symbols} - symbols:
+        symbols = symbols | more
+    return symbols
 
 
 class _IntType(type):
@@ -308,7 +316,7 @@ def _checked_shapes(
     return tuple(shapes)
 
 
-_HINT = "loops over it, numpy and lists make a number of it, operators of torch do not"
+_HINT = "loops over it, comparisons with a number, numpy and lists make a number of it, operators of torch do not"
 _SAME = "forward has to take the same way for any number"
 _COUNTED = {False: ("batch size", "samples"), True: ("number of ids", "ids")}
 
