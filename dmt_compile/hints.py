@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,10 +42,13 @@ def _total_length(node: fx.Node) -> Any:
     return node.kwargs.get("total_length", node.args[3] if len(node.args) > 3 else None)
 
 
-def number_of_samples(given: Mapping[str, Any], batch: int) -> str:
-    """A line about the plain numbers among forward's arguments that are the batch's number of samples; empty if there are none."""
+def number_of_samples(given: Mapping[str, Any], batch: int, error: BaseException) -> str:
+    """A line about the plain numbers among forward's arguments that are the batch's number of samples, if ``error`` mentions it.
+
+    Empty if there are none.
+    """
     places = [place for place, value in _values(given) if type(value) is int and value == batch]
-    if not places:
+    if not places or not re.search(rf"\b{batch}\b", str(error)):
         return ""
     return (
         f"\n{', '.join(places)} {'is a plain number' if len(places) == 1 else 'are plain numbers'}, {batch} as is the number of "

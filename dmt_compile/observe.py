@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.C
     full = _run(module, args, kwargs, names | {node.name for node in closure})
     fewer = batch // 2
     first_half, second_half = deal_sizes(args, kwargs, [fewer, batch - fewer], layout)
-    of, hint = f"of the {batch} samples of example_inputs", number_of_samples(by_name(args, kwargs, layout.names), batch)
+    of = f"of the {batch} samples of example_inputs"
+    hint = partial(number_of_samples, by_name(args, kwargs, layout.names), batch)
     try:
         half = _run(module, *first_half, names, what=f"the first {fewer} {of}", hint=hint)
     except CaptureError as error:
@@ -238,7 +240,7 @@ def _run(
     kept: set[str],
     skipped: set[fx.Node] | None = None,
     what: str = "example_inputs",
-    hint: str = "",
+    hint: Callable[[Exception], str] = lambda _error: "",
 ) -> _Recorder:
     try:
         # Forward may change lists and dicts that it is given.
@@ -256,7 +258,7 @@ def _run(
             place = source_line(recorder.node) if recorder.node is not None else None
             where = f"{place}: " if place else ""
             longest = longest_of_the_batch(leading_to(recorder.node)) if recorder.node is not None else ""
-            text = f"{where}the model does not run on {what}: {type(error).__name__}: {first}{longest}{hint}"
+            text = f"{where}the model does not run on {what}: {type(error).__name__}: {first}{longest}{hint(error)}"
             raise CaptureError(text) from error
     return recorder
 

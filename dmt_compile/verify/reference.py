@@ -56,7 +56,8 @@ class Reference:
         first = sum(self.sizes[:rank])
         last, batch = first + self.sizes[rank] - 1, sum(self.sizes)
         samples = f"sample {first}" if first == last else f"samples {first} to {last}"
-        hints = longest_of_the_batch(self.stage.graph.nodes) + number_of_samples(by_name(args, kwargs, self.names), batch)
+        given = by_name(args, kwargs, self.names)
+        hints = longest_of_the_batch(self.stage.graph.nodes) + number_of_samples(given, batch, error)
         return InputError(
             f"the flat model does not run on what rank {rank} gets of this batch of {batch}, {samples}.\n  {reason(error)}{hints}\n"
             "Check that the batch fits the model; if it does, let forward take any part of a batch, as every rank gets one."
