@@ -266,8 +266,8 @@ class TowerProgram(nn.Module):
             seed: for cotangents and for random layers (rank r draws as after ``torch.manual_seed(seed + r)``).
 
         Raises:
-            InputError: the inputs cannot be dealt over the ranks or hold no sample, ``steps`` is no number of steps,
-                ``seed`` no whole number, or the model has no values (meta device).
+            InputError: the inputs cannot be dealt over the ranks or hold no sample, the flat model does not run on what a rank
+                gets of them, ``steps`` is no number of steps, ``seed`` no whole number, or the model has no values (meta device).
         """
         import torch
 
@@ -279,7 +279,7 @@ class TowerProgram(nn.Module):
         with torch.inference_mode(False), torch.enable_grad():
             layout = self._dmt.analysis.layout
             inputs = deal(args, kwargs, self.topology.world_size, layout)
-            verifier = Verifier(self.stages, inputs, [batch_size(*own, layout) for own in inputs], seed)
+            verifier = Verifier(self.stages, inputs, [batch_size(*own, layout) for own in inputs], seed, layout.names)
             return verifier.certify(steps, optimizer or default_optimizer)
 
     def simulate(self, *args: Any, stage: str = "lowered", **kwargs: Any) -> list[Any]:
