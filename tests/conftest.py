@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes share the cores; threads that wait for each other would only take them away.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Graphs, symbols and modules of all tests so far would be looked through again and again, for a sixth of the time of a run.
+gc.set_threshold(200_000, 20, 100)
 
 
 # Files whose tests share a fixture that is costly to make.

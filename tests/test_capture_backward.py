@@ -76,8 +76,16 @@ def pair() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 10, (12,)), torch.randint(0, 10, (12,))
 
 
-@pytest.mark.parametrize("how, front_end", [("fx", "torch.fx"), ("export", "torch.export"), ("strict", "torch.export")])
-@pytest.mark.parametrize("function", [Threefold.apply, threefold, Reverse.apply])
+@pytest.mark.parametrize(
+    "how, front_end, function",
+    [
+        ("fx", "torch.fx", Threefold.apply),
+        ("fx", "torch.fx", Reverse.apply),
+        ("export", "torch.export", threefold),
+        ("export", "torch.export", Reverse.apply),
+        ("strict", "torch.export", Threefold.apply),
+    ],
+)
 def test_submodule_is_kept_whole(how: str, front_end: str, function: Any) -> None:
     program = towerize(Model(how, function), TOPOLOGY, example_inputs=pair())
     assert program._dmt.captured.front_end == front_end
@@ -90,8 +98,7 @@ def test_submodule_is_kept_whole(how: str, front_end: str, function: Any) -> Non
     assert certificate.passed, str(certificate)
 
 
-@pytest.mark.parametrize("how", ["fx", "export", "strict"])
-@pytest.mark.parametrize("function", [threefold, Reverse.apply])
+@pytest.mark.parametrize("how, function", [("fx", threefold), ("export", Reverse.apply), ("strict", threefold)])
 def test_refused_beside_lookups(how: str, function: Any) -> None:
     where = f"{__file__}:{line_of(Model.forward, 'self.function(x)')}: `x = self.function(x)`: forward applies "
     with pytest.raises(CaptureError) as caught:

@@ -71,9 +71,9 @@ def test_every_style(kind: type[Any]) -> None:
     assert program._dmt.captured.front_end == "torch.export" and program.leaves == {}
     for training in (True, False):
         assert program.train(training) is program and program.training == training
-        proved(program, *given(model, 25, 1))
-        if kind.__name__ not in NO_EMPTY and not (training and kind.__name__ in NORMS):
-            proved(program, *given(model, 4, 2))
+        # In evaluation some ranks get no sample.
+        few = not training and kind.__name__ not in NO_EMPTY
+        proved(program, *given(model, 4 if few else 25, 1))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -90,7 +90,7 @@ def test_two_collections(read: str) -> None:
     assert [source.label for source in program.lookups.sources] == ["ids", "more"]
 
 
-@pytest.mark.parametrize("example", [(1, 1), (4, 0), (4, 1), (24, 3)])
+@pytest.mark.parametrize("example", [(1, 1), (4, 0)])
 def test_examples_with_few_ids(example: tuple[int, int]) -> None:
     """torch.export would take sizes of 0 and 1 for constants."""
     proved(Model(READS["values"]), weighted, example)

@@ -426,4 +426,4 @@ def test_many_tables_take_time_in_proportion() -> None:
         return deal(batch, [1, 1, 1, 1])
 
     seconds(10)
-    assert seconds(800) < 12 * seconds(200)
+    assert seconds(400) < 12 * seconds(100)

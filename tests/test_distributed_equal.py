@@ -81,7 +81,8 @@ def check(name: str, grid: tuple[int, int, int], sizes: Sequence[Sequence[int]],
 def _sizes(world: int, empty: bool) -> list[list[int]]:
     sizes = [[3] * world, [1 + (2 * rank) % 5 for rank in range(world)]]
     if empty:
-        sizes += [[0 if rank == hole else 2 for rank in range(world)] for hole in range(world)] if world > 1 else []
+        holes = range(world) if world <= 4 else (0, world - 1)
+        sizes += [[0 if rank == hole else 2 for rank in range(world)] for hole in holes] if world > 1 else []
         sizes += [[0] * (world - 1) + [2]]
     return sizes
 
@@ -93,7 +94,7 @@ def test_every_grid(ranks: Ranks, grid: tuple[int, int, int]) -> None:
     check("two collections", grid, sizes, ranks(world, step_on_ranks, "two collections", grid, sizes))
 
 
-@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 2, 4), (2, 4, 4)], ids=lambda grid: "x".join(map(str, grid)))
+@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 2, 4)], ids=lambda grid: "x".join(map(str, grid)))
 @pytest.mark.parametrize("name", ["DLRM", "DLRM train", "DLRM_DCN train", "SimpleDeepFMNN train", "learnt weights"])
 def test_every_model(ranks: Ranks, name: str, grid: tuple[int, int, int]) -> None:
     world = grid[0] * grid[1]

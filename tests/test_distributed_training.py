@@ -52,9 +52,8 @@ def train_on_ranks(name: str, grid: tuple[int, int, int], optimizer_name: str) -
     return full, own, [n for n, p in module.named_parameters() if id(p) in tables]
 
 
-@pytest.mark.parametrize("grid", [(2, 4, 2), (4, 2, 2)], ids=lambda grid: "x".join(map(str, grid)))
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["two collections", "DLRM_DCN train"])
+@pytest.mark.parametrize(("name", "grid"), [("two collections", (4, 2, 2)), ("DLRM_DCN train", (2, 4, 2))])
 def test_steps_equal_one_process(ranks: Ranks, name: str, optimizer_name: str, grid: tuple[int, int, int]) -> None:
     found = ranks(grid[0] * grid[1], train_on_ranks, name, grid, optimizer_name)
     model = build(name)

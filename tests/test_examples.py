@@ -50,9 +50,9 @@ def _losses(output: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.multi_rank
 def test_train_dlrm_under_torchrun() -> None:
-    output = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", SCRIPT, "--hosts", "2")
+    output = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", SCRIPT, "--hosts", "2", "--steps", "21")
     losses = _losses(output)
-    assert len(losses) == 5
+    assert len(losses) == 3
     across = [int(sent.replace(",", "")) for sent in re.findall(r"([0-9,]+) across hosts", output)]
     assert len(across) == 4
     assert min(across) > 0
@@ -215,7 +215,7 @@ def test_what_a_warm_start_cannot_keep_is_said() -> None:
 
 def test_study_of_auc() -> None:
     train, test = _data(256, 0), _data(128, 1)
-    drawn, warm = tower_quality.study(SMALL, (0, 1), 1, train, test, Console(quiet=True))
+    drawn, warm = tower_quality.study(SMALL, (0,), 1, train, test, Console(quiet=True))
     assert {title: row.ratio for title, row in drawn.items()} == {
         **{"flat": 1, "SPTT": 1},
         **{"towers of 4": 2, "towers of 2": 4, "towers of 1": 8},
@@ -223,7 +223,7 @@ def test_study_of_auc() -> None:
     assert tower_quality.verdict(drawn["SPTT"].auc, drawn["flat"].auc) == "equal"
     assert warm["towers of 8"].auc == warm["flat"].auc == drawn["flat"].auc
     assert warm["towers of 1"].auc != warm["flat"].auc
-    assert all(len(row.auc) == len(row.loss) == 2 for row in (*drawn.values(), *warm.values()))
+    assert all(len(row.auc) == len(row.loss) == 1 for row in (*drawn.values(), *warm.values()))
     assert list(warm)[5:] == [f"{title}, trained on" for title in list(warm)[:5]]
 
 

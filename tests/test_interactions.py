@@ -95,7 +95,6 @@ def test_names_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Dataclasses look their module up.
     monkeypatch.setitem(sys.modules, "renamed", module)
     exec(compile(source, "renamed.py", "exec"), module.__dict__)
-    assert list(module.ZOO) == list(ZOO)
     for entry, renamed in list(zip(ZOO.values(), module.ZOO.values(), strict=True))[::2]:
         assert said(compiled(renamed)) == said(compiled(entry)), entry.make.__name__
 

@@ -77,7 +77,7 @@ def test_verify(name: str) -> None:
     model, program = compiled(name, Topology(2, 3))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     flags = [(p.requires_grad, p.grad) for p in model.parameters()]
-    for batch, steps in ((13, 1), (4, 0)):
+    for batch, steps in ((13, 0), (4, 1)):
         args, kwargs = CASES[name].batch(batch, seed=batch)
         certificate = program.verify(*args, **kwargs, steps=steps)
         assert certificate.passed, str(certificate)

@@ -210,7 +210,7 @@ def test_diff_of_random_orders(small: TowerProgram, permutation: list[int], abse
 
 
 @given(st.permutations(range(30)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_moved_is_minimal(permutation: list[int]) -> None:
     names = [str(i) for i in permutation]
     found = moved([str(i) for i in range(30)], names)
@@ -292,7 +292,7 @@ def exchanges(draw: st.DrawFn) -> tuple[Exchange, Topology]:
 
 
 @given(exchanges())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_traffic_is_the_exchanges_own(drawn: tuple[Exchange, Topology]) -> None:
     exchange, topology = drawn
     ones = (1,) * topology.world_size

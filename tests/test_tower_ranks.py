@@ -25,7 +25,7 @@ from dmt_compile.verify.compare import furthest
 
 pytestmark = pytest.mark.multi_rank
 
-STEPS = 3
+STEPS = 2
 Grid = tuple[int, int, int]
 
 

@@ -29,15 +29,15 @@ def of(towers: Any, module: Any = DLRMTower(c=1, p=0, dim=4), grid: tuple[int, i
     return towerize(case.build(), Topology(*grid), towers=towers, example_inputs=case.inputs(6, 7), tower_module=module, **more)
 
 
-@pytest.mark.parametrize("towers", [OTHER, TURNED])
 @pytest.mark.parametrize(
-    ("module", "more"),
+    ("towers", "module", "more"),
     [
-        (DLRMTower(c=1, p=0, dim=4), {}),
-        (CrossTower(dim=8, rank=3), {}),
-        (UserTower, {}),
-        (DLRMTower(c=1, p=0, dim=4), {"expand": True}),
-        ({0: DLRMTower(c=1, p=0, dim=8)}, {}),
+        (OTHER, DLRMTower(c=1, p=0, dim=4), {}),
+        (TURNED, DLRMTower(c=1, p=0, dim=4), {}),
+        (TURNED, CrossTower(dim=8, rank=3), {}),
+        (OTHER, UserTower, {}),
+        (TURNED, DLRMTower(c=1, p=0, dim=4), {"expand": True}),
+        (OTHER, {0: DLRMTower(c=1, p=0, dim=8)}, {}),
     ],
 )
 def test_weights_of_other_features_are_refused(towers: Any, module: Any, more: dict[str, Any]) -> None:
