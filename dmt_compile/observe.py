@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.utils import rnn
 from torch.utils._pytree import tree_map
 
 from .adapters import plain_calls
 from .adapters import torchrec as torchrec_adapter
 from .errors import CaptureError, source_line
 from .graphs import clone_sharing_tensors, extras_of, graph_module_over
+from .hints import leading_to, longest_of_the_batch, number_of_samples
 from .nested import take_apart
 from .shapes import Shape, fit
 from .verify.cluster import placeholders
 from .verify.deal import Layout, batch_size, deal_sizes
+from .verify.structure import by_name
 
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -97,13 +99,15 @@ def observe(flat: fx.GraphModule, root: nn.Module, calls: Iterable[plain_calls.C
     full = _run(module, args, kwargs, names | {node.name for node in closure})
     fewer = batch // 2
     first_half, second_half = deal_sizes(args, kwargs, [fewer, batch - fewer], layout)
+    of = f"of the {batch} samples of example_inputs"
+    hint = partial(number_of_samples, by_name(args, kwargs, layout.names), batch)
     try:
-        half = _run(module, *first_half, names, what=f"the first {fewer} of the {batch} samples of example_inputs")
+        half = _run(module, *first_half, names, what=f"the first {fewer} {of}", hint=hint)
     except CaptureError as error:
         if fewer:
             raise
         raise CaptureError("example_inputs must hold at least two samples: the model does not run on none of them") from error
-    rest = _run(module, *second_half, set(), what=f"the last {batch - fewer} of the {batch} samples of example_inputs")
+    rest = _run(module, *second_half, set(), what=f"the last {batch - fewer} {of}", hint=hint)
     runs = ((batch, full.shapes), (fewer, half.shapes), (batch - fewer, rest.shapes))
     shapes = {name: fit([(size, own[name]) for size, own in runs if name in own]) for name in full.shapes}
     probes = [_probe(module, closure, *inputs, value) for value in (0, 1)]
@@ -236,14 +240,15 @@ def _run(
     kept: set[str],
     skipped: set[fx.Node] | None = None,
     what: str = "example_inputs",
+    hint: Callable[[Exception], str] = lambda _error: "",
 ) -> _Recorder:
     try:
         # Forward may change lists and dicts that it is given.
         leaves, template = take_apart([args, kwargs])
         given = placeholders(module.graph, *template.build(leaves))
     except TypeError as error:
-        hint = " (a dict holds keyword arguments: write (batch,) for a forward that takes one dict)" if kwargs and not args else ""
-        raise CaptureError(f"example_inputs do not fit forward: {error}{hint}") from None
+        call = " (a dict holds keyword arguments: write (batch,) for a forward that takes one dict)" if kwargs and not args else ""
+        raise CaptureError(f"example_inputs do not fit forward: {error}{call}") from None
     recorder = _Recorder(module, given, kept, skipped or set())
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
@@ -252,29 +257,10 @@ def _run(
             first = str(error).strip().split("\n")[0]
             place = source_line(recorder.node) if recorder.node is not None else None
             where = f"{place}: " if place else ""
-            hint = _longest_of_the_batch(recorder.node) if recorder.node is not None else ""
-            raise CaptureError(f"{where}the model does not run on {what}: {type(error).__name__}: {first}{hint}") from error
+            longest = longest_of_the_batch(leading_to(recorder.node)) if recorder.node is not None else ""
+            text = f"{where}the model does not run on {what}: {type(error).__name__}: {first}{longest}{hint(error)}"
+            raise CaptureError(text) from error
     return recorder
-
-
-def _longest_of_the_batch(node: fx.Node) -> str:
-    """What to do about sequences that are padded to the longest one in the batch, if ``node`` is computed from such."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        one = waiting.pop()
-        if one.target is rnn.pad_packed_sequence and _total_length(one) is None:
-            where = source_line(one)
-            return (
-                f"\n{f'{where}: ' if where else ''}pad_packed_sequence pads to the longest sequence of its batch, which may be "
-                "shorter than the padded inputs are: give it total_length="
-            )
-        waiting.extend(used for used in one.all_input_nodes if used not in seen)
-        seen.update(one.all_input_nodes)
-    return ""
-
-
-def _total_length(node: fx.Node) -> Any:
-    return node.kwargs.get("total_length", node.args[3] if len(node.args) > 3 else None)
 
 
 def _leads_to(graph: fx.Graph, names: set[str], calls: set[fx.Node]) -> set[fx.Node]:

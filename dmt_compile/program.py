@@ -13,12 +13,13 @@ from torch import nn
 from .analysis import Analysis, analyse, left_flat, record_shapes
 from .capture import Captured, capture
 from .compilation import Compilation, few, recaptured, stages_by_mode
-from .errors import PlanError
+from .errors import InputError, PlanError
 from .graphs import clone_sharing_tensors, deepcopy_values
 from .lookups import LookupSet
 from .observe import ExampleInputs, split_inputs
 from .partition import make_plan
 from .plan import TowerPlan
+from .seeds import whole_seed
 from .stage import Stage
 from .topology import Topology
 from .verify.deal import check_batch
@@ -78,22 +79,27 @@ def towerize(
         tower_module: a dense module per tower that makes fewer or narrower vectors of its features before they cross hosts
             (section 3.2): :class:`DLRMTower`, :class:`CrossTower`, :class:`PassThrough`, or any function f(num_features, width)
             -> module whose module declares ``vectors`` and ``width``; one for all towers, a list with one for each, or a dict by
-            tower. The interaction and its neighbours are re-sized. This changes the model: it is to be trained anew.
+            tower. The interaction and its neighbours are re-sized. This changes the model: it is to be trained anew. The tables,
+            and what keeps its shape, are the flat model's own tensors, which training changes: ``copy.deepcopy(model)`` keeps it.
         expand: bring every tower's vectors back to their old width behind the exchange, by a layer of the tower's own, and leave
             the interaction as it is. This is also done where new sizes do not follow from the graph.
         init: "layer" draws re-sized layers as their class does; "preserve" begins as close to the flat model as linear algebra
             allows: exactly with it where modules do not compress, and with a truncated singular value decomposition of the vectors
-            that ``example_inputs`` look up where they do. Needs tower modules with a method ``set_linear``.
+            that ``example_inputs`` look up where they do. Needs tower modules with a method ``set_linear(matrix)``, which lets them
+            compute ``matrix @ x`` for the columns x of their features, feature by feature; matrix is (vectors * width, columns of
+            the features). They are tried.
         seed: for the parameters of tower modules and of layers that are re-sized.
 
     Raises:
         CaptureError: the model cannot be traced to its lookups, has none, or is already sharded.
-        PlanError: ``towers``, ``partition`` or ``tower_module`` does not fit the model or the topology.
+        PlanError: ``towers``, ``partition`` or ``tower_module`` does not fit the model or the topology; ``seed`` is no whole
+            number.
         TopologyError: the topology cannot have that many towers.
         PassError: a rewrite found something that it cannot handle; names the user's file and line.
     """
     if not isinstance(topology, Topology):
         raise PlanError(f"topology must be a dmt_compile.Topology, got {type(topology).__name__}")
+    seed = whole_seed(seed, PlanError)
     inputs = split_inputs(example_inputs, example_kwargs)
     captured = capture(model, inputs)
     analyses = analyse(captured, inputs, dynamic_ids)
@@ -129,7 +135,8 @@ class TowerProgram(nn.Module):
     A model whose forward reads ``self.training`` has two sets of stages; everything here speaks of those of the current mode.
 
     Called as a module it runs the "towers" stage on one device, with the flat model's results. Parameters, buffers and
-    ``state_dict()`` are the flat model's own, by the same names.
+    ``state_dict()`` are the flat model's own, by the same names; with tower modules, the tower model's: ``dmt_towers.*`` beside
+    them, and re-sized layers. ``load_state_dict`` then raises :class:`PlanError` for the weights of towers of other features.
     """
 
     def __init__(
@@ -259,19 +266,20 @@ class TowerProgram(nn.Module):
             seed: for cotangents and for random layers (rank r draws as after ``torch.manual_seed(seed + r)``).
 
         Raises:
-            InputError: the inputs cannot be dealt over the ranks or hold no sample, ``steps`` is no number of steps, or the model
-                has no values (meta device).
+            InputError: the inputs cannot be dealt over the ranks or hold no sample, the flat model does not run on what a rank
+                gets of them, ``steps`` is no number of steps, ``seed`` no whole number, or the model has no values (meta device).
         """
         import torch
 
         from .verify.deal import batch_size, deal
         from .verify.equivalence import Verifier, default_optimizer
 
+        seed = whole_seed(seed, InputError)
         # The caller may have switched gradients off.
         with torch.inference_mode(False), torch.enable_grad():
             layout = self._dmt.analysis.layout
             inputs = deal(args, kwargs, self.topology.world_size, layout)
-            verifier = Verifier(self.stages, inputs, [batch_size(*own, layout) for own in inputs], seed)
+            verifier = Verifier(self.stages, inputs, [batch_size(*own, layout) for own in inputs], seed, layout.names)
             return verifier.certify(steps, optimizer or default_optimizer)
 
     def simulate(self, *args: Any, stage: str = "lowered", **kwargs: Any) -> list[Any]:

@@ -85,10 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tower module to try, if any, and how its model begins: "layer" or "preserve"."""
+    """The tower module to try, if any, how its model begins ("layer" or "preserve"), and whether vectors are expanded."""
 
     module: TowerModule | None
     init: str
+    expand: bool
 
 
 def _demo(console: Console, settings: Settings, choice: Choice, train: RecDataset, test: RecDataset, timeout: int) -> None:
@@ -148,14 +149,16 @@ def _tower_modules(
 ) -> None:
     """Train the tower model like the flat one; with a warm start it begins with the weights of `model`, which is trained."""
     warm = choice.init == "preserve"
-    program = tower_program(settings, model if warm else build_model(settings, train), train, module, choice.init)
+    begin = model if warm else build_model(settings, train)
+    program = tower_program(settings, begin, train, module, choice.init, expand=choice.expand)
     console.print(described(program), highlight=False)
     before = evaluate(program, test) if warm else None
     trained = train_here(settings, program, train, test, console, first_epoch=settings.epochs if warm else 0)
     table = Table(
         caption="One seed. Ratio: columns of the embeddings over columns that cross hosts. "
         + (
-            "The warm start begins where the flat model's training ended, and goes on for as many epochs."
+            f"The warm start begins where the flat model's training ended and goes on for {settings.epochs} more epoch"
+            f"{'s' if settings.epochs > 1 else ''}; the flat model was not trained on."
             if warm
             else "Both models are trained on the same batches."
         ),
@@ -300,6 +303,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Settings, Choice, int]:
         choices=("layer", "preserve"),
         help="the tower model's first weights: drawn (default), or kept from the trained flat model",
     )
+    parser.add_argument(
+        "--expand", action="store_true", help="bring the towers' vectors back to their old width: all layers keep their shapes"
+    )
     options = parser.parse_args(arguments)
     module = options.tower_module
     if options.ratio is not None:
@@ -307,8 +313,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Settings, Choice, int]:
             module = narrowed(options.dim, options.ratio)
         except ValueError as error:
             parser.error(f"--ratio {options.ratio}: {error}")
-    if options.init is not None and module is None:
-        parser.error(f"--init {options.init}: give --tower-module or --ratio, whose weights it is about")
+    for given, about in ((options.init and f"--init {options.init}", "weights"), (options.expand and "--expand", "vectors")):
+        if given and module is None:
+            parser.error(f"{given}: give --tower-module or --ratio, whose {about} it is about")
     match options.data:
         case ["movielens"]:
             path = None
@@ -327,7 +334,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Settings, Choice, int]:
         seed=options.seed,
         dim=options.dim,
     )
-    return settings, Choice(module, options.init or "layer"), options.timeout
+    return settings, Choice(module, options.init or "layer", options.expand), options.timeout
 
 
 def _fit_batch(settings: Settings, train: RecDataset) -> Settings:

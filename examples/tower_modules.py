@@ -70,17 +70,26 @@ def narrowed(dim: int, ratio: int) -> DLRMTower:
 
 
 def tower_program(
-    settings: Settings, model: nn.Module, train: RecDataset, module: TowerModule | None = None, init: str = "layer"
+    settings: Settings,
+    model: nn.Module,
+    train: RecDataset,
+    module: TowerModule | None = None,
+    init: str = "layer",
+    *,
+    expand: bool = False,
 ) -> TowerProgram:
     """`model` compiled for the topology of `settings`, with `module` in every tower; without one it computes what `model` does.
 
-    With `init="preserve"` it begins with the trained weights of `model`, as far as the modules can keep them.
+    With `init="preserve"` it begins with the trained weights of `model`, as far as the modules can keep them. With `expand` the
+    towers' vectors are brought back to their old width behind the exchange.
     """
     topology = dmt_compile.Topology(hosts=settings.hosts, ranks_per_host=settings.ranks_per_host)
     if module is None:
         return dmt_compile.towerize(model, topology)
     seen = train.batch(torch.arange(min(len(train), SEEN)))
-    return dmt_compile.towerize(model, topology, example_inputs=(seen,), tower_module=module, init=init, seed=settings.seed)
+    return dmt_compile.towerize(
+        model, topology, example_inputs=(seen,), tower_module=module, expand=expand, init=init, seed=settings.seed
+    )
 
 
 def compression(program: TowerProgram) -> float:
@@ -90,9 +99,22 @@ def compression(program: TowerProgram) -> float:
 
 
 def described(program: TowerProgram) -> str:
-    """What the module of each tower takes and makes, a line for each."""
-    return "\n".join(
-        f"tower {one.tower}: {len(one.lookups)} features of width {one.widths[0]}, {one.vectors} vectors of width {one.width}"
-        f" ({sum(one.widths)} columns, {one.columns} cross hosts)"
+    """What the module of each tower takes and makes, a line for each, and what a warm start could not keep."""
+    lines = [
+        f"tower {one.tower}: {_counted(len(one.lookups), 'feature')} of width {one.widths[0]}, "
+        f"{_counted(one.vectors, 'vector')} of width {one.width} ({sum(one.widths)} columns, {one.columns} cross hosts)"
         for one in program.stages["model"].vectors
-    )
+    ]
+    made = program.tower_model
+    if made is not None and made.way == "expanded":
+        lines.append(f"expanded behind the exchange, the interaction stays: {made.why}")
+    if made is not None and made.redrawn:
+        lines.append(
+            f"drawn anew, because they do not follow from the flat model's weights: {', '.join(made.redrawn)}. "
+            "With --expand every layer keeps its weights."
+        )
+    return "\n".join(lines)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -193,6 +193,16 @@ class ByBatch(Base):
         return self.out(self.b(y))
 
 
+class Fixed(Base):
+    """Sizes of two inputs are compared before one of them is decided about."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([self.a(x).unsqueeze(1), self.b(y).unsqueeze(1)], 1).sum(1)
+        if rows.shape[0] * 2 != 18:
+            return self.out(rows * 2)
+        return self.out(rows)
+
+
 class Loops(Base):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         rows = [self.a(x[i]) for i in range(len(x))]
@@ -206,8 +216,9 @@ def pair(batch: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     "kind, text, why",
     [
-        (Diverts, "if x.sum() > 3:", "Could not guard on data-dependent expression"),
+        (Diverts, "if x.sum() > 3:", "depends on the values of tensors"),
         (ByBatch, "if x.shape[0] > 5:", "takes another way for batches that are not of 6 or more samples"),
+        (Fixed, "if rows.shape[0] * 2 != 18:", "takes the batch size of 'x' for the constant 9"),
         (Loops, "for i in range(len(x))", "takes the batch size of 'x' for the constant 9"),
     ],
 )

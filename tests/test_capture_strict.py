@@ -142,6 +142,24 @@ def test_refused_by_all_in_few_words() -> None:
     assert "strict" not in str(caught.value) and str(caught.value).count("\n") == 4
 
 
+class Sessions(Positions):
+    """Dynamo follows numpy up to a size that depends on ids; of that it tells the line in words only."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        seen = [np.unique(row) for row in x.cpu().numpy()]
+        found = super().forward(x)
+        padded = [one.tolist() + [0] * (9 - len(one)) for one in seen]
+        return found["score"] + torch.LongTensor(padded).sum()
+
+
+def test_line_of_a_size_that_depends_on_values() -> None:
+    with pytest.raises(CaptureError) as caught:
+        towerize(build(Sessions), NARROW, example_inputs=several(9))
+    last = str(caught.value).split("\n")[-1]
+    assert last.startswith(f"  {__file__}:{line_of(Sessions.forward, 'one.tolist()')}: `"), caught.value
+    assert "depends on the values of tensors" in last
+
+
 def test_many_models_in_one_process() -> None:
     """Dynamo keeps what it has compiled, and gives up after a few versions of one function; each model here is a new one."""
     for width in range(1, 10):

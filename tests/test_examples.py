@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import tower_models
 from rich.console import Console
 
-from dmt_compile import CrossTower, DLRMTower, PassThrough
+from dmt_compile import CrossTower, DLRMTower, PassThrough, Topology, towerize
 from examples import demo, tower_quality
 from examples.data import RecDataset, SparseFeature
-from examples.tower_modules import TowerModule, compression, tower_module, tower_program
+from examples.tower_modules import TowerModule, compression, described, tower_module, tower_program
 from examples.training import Settings, build_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,6 +86,29 @@ def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
     exec(others, names)
 
 
+def test_docs_of_towers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The module with a warm start of its own can be kept, and the code behind the README's complexity prints what stands there."""
+    text = (ROOT / "docs" / "towers.md").read_text("utf-8")
+    codes = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (gated,) = [code for code in codes if "class Gated" in code]
+    (counted,) = [code for code in codes if "complexity()" in code]
+    (lists,) = [code for code in codes if "json.loads" in code]
+    names: dict[str, Any] = {"torch": torch, "json": json}
+    exec(gated, names)
+    case = tower_models.CASES["dot"]
+    inputs = case.inputs(40, 7)
+    made, its = (
+        towerize(case.build(), Topology(2, 1), example_inputs=inputs, tower_module=module, init="preserve")
+        for module in (names["Gated"], DLRMTower(c=1, p=0, dim=2))
+    )
+    torch.testing.assert_close(made(*inputs), its(*inputs))
+    names["state"] = made.state_dict()
+    exec(lists, names)
+    assert names["towers"] == [list(tower.features) for tower in made.plan.towers]
+    exec(counted, names)
+    assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -110,6 +136,7 @@ WRONG = {
     ("--ratio", "3"): r"--ratio: invalid choice: 3",
     ("--ratio", "8", "--dim", "12"): r"--ratio 8: embeddings of width 12 cannot be made 8 times narrower",
     ("--init", "preserve"): r"--init preserve: give --tower-module or --ratio",
+    ("--expand",): r"--expand: give --tower-module or --ratio",
 }
 
 
@@ -173,6 +200,17 @@ def test_compression(module: TowerModule, expected: float) -> None:
     data = _data(64, 0)
     program = tower_program(SMALL, build_model(SMALL, data), data, module)
     assert compression(program) == pytest.approx(expected)
+
+
+def test_what_a_warm_start_cannot_keep_is_said() -> None:
+    data = _data(64, 0)
+    program = tower_program(SMALL, build_model(SMALL, data), data, CrossTower(8, 1, 2), "preserve")
+    assert program.tower_model is not None and program.tower_model.redrawn
+    text = described(program)
+    assert "2 features of width 8, 1 vector of width 8 (16 columns, 8 cross hosts)" in text
+    assert f"drawn anew, because they do not follow from the flat model's weights: {program.tower_model.redrawn[0]}" in text
+    kept = tower_program(SMALL, build_model(SMALL, data), data, CrossTower(8, 1, 2), "preserve", expand=True)
+    assert "drawn anew" not in described(kept) and "expanded behind the exchange" in described(kept)
 
 
 def test_study_of_auc() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from interaction_models import DIM, ZOO, Entry
 from torch import nn
+from tower_models import CASES, Dot
 
 from dmt_compile import CaptureError, CrossTower, DLRMTower, PassThrough, PlanError, Topology, TowerProgram, towerize
 from dmt_compile.capture import attempts
@@ -303,6 +304,7 @@ def test_own_module_and_a_choice_for_each_tower() -> None:
     program = compiled(entry, {1: Scaled}, model)
     assert [record.passes for record in made(program).vectors] == [True, False]
     assert torch.equal(program(*entry.inputs()), model(*entry.inputs()))
+    assert torch.equal(compiled(entry, Drops, model)(*entry.inputs()), model(*entry.inputs()))
     listed = compiled(entry, [CrossTower(DIM, 1, 3), DLRMTower(0, 2, DIM)])
     assert [record.vectors for record in made(listed).vectors] == [1, 2]
 
@@ -310,6 +312,54 @@ def test_own_module_and_a_choice_for_each_tower() -> None:
 class Mixing(Scaled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)
+
+
+class Branching(Scaled):
+    """Looks at all rows at once."""
+
+    look: Callable[[torch.Tensor], Any] = staticmethod(torch.sum)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight if self.look(x) > 0 else -x
+
+
+class BranchingByNumber(Branching):
+    look = staticmethod(lambda x: len(x) - 2)
+
+
+class BranchingBySize(Branching):
+    look = staticmethod(lambda x: x.abs().max() - 50 if len(x) else 0)
+
+
+class BranchingByLargest(Branching):
+    look = staticmethod(lambda x: x.amax() - 10 if len(x) else 0)
+
+
+class Drawing(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+class Counting(Scaled):
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__(features, width)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x * self.runs
+
+
+class Drops(Scaled):
+    """Random in training only, which is nothing against it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5, self.training)
+
+
+class WithoutArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
 
 
 class Normed(Scaled):
@@ -346,15 +396,27 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (lambda: lambda f, w: 3, r"a torch.nn.Module is needed, the factory made a int"),
     "no factory": (lambda: 3, r"must be a module or make one, got int"),
     "one module for all": (lambda: Scaled(2, 8), r"every tower needs one of its own"),
-    "cannot be made": (lambda: lambda f, w: 1 / 0, r"cannot be made: ZeroDivisionError"),
+    "cannot be made": (
+        lambda: lambda f, w: 1 / 0,
+        r"cannot be made, it is called as f\(num_features, width\), here f\(\d, 8\): ZeroDivisionError",
+    ),
+    "takes no arguments": (lambda: WithoutArguments, r"it is called as f\(num_features, width\), .*: TypeError"),
+    "text": (lambda: "dlrm:c=1,dim=8", r"is the text 'dlrm:c=1,dim=8': give DLRMTower\(\.\.\.\), .* or a dict of them by tower"),
+    "texts": (lambda: ["dlrm", "dlrm"], r"must be a module or make one, got str: give DLRMTower"),
     "raises": (lambda: Raising, r"does not run on \(3, \d, 8\): ValueError: no such thing"),
     "batch mixed": (lambda: Mixing, r"depends on the other rows"),
+    "branch on a sum": (lambda: Branching, r"depends on the other rows"),
+    "branch on the number": (lambda: BranchingByNumber, r"depends on the other rows"),
+    "branch on the size": (lambda: BranchingBySize, r"depends on the other rows"),
+    "branch on the largest": (lambda: BranchingByLargest, r"depends on the other rows"),
+    "random numbers": (lambda: Drawing, r"draws random numbers in evaluation mode"),
+    "keeps a count": (lambda: Counting, r"run again on the same rows, in evaluation mode, it makes something else"),
     "batch statistics": (lambda: Normed, r"BatchNorm1d uses statistics of the batch"),
     "batch summed": (lambda: Summed, r"it made \(\d, 8\)"),
     "another type": (lambda: Halved, r"takes torch.float32 and returns torch.float16"),
     "too many": (lambda: [PassThrough()] * 3, r"lists 3 modules, the plan has 2 towers"),
     "no such tower": (lambda: {2: PassThrough()}, r"names tower 2, the plan has towers 0 to 1"),
-    "widths of towers": (lambda: [DLRMTower(1, 0, 4), DLRMTower(1, 0, 5)], r"vectors of one width.*tower 0: 4, tower 1: 5"),
+    "widths of towers": (lambda: [DLRMTower(1, 0, 4), DLRMTower(1, 0, 5)], r"one width.*tower 0: 4, tower 1: 5: .*expand=True"),
     "passes through too wide": (lambda: {0: DLRMTower(1, 0, 4)}, r"tower 0: 4, tower 1: 8"),
 }
 
@@ -364,7 +426,7 @@ def test_refused(name: str) -> None:
     make, message = BAD[name]
     with pytest.raises(PlanError, match=message) as caught:
         compiled(ZOO["deepfm"], make())
-    if name not in ("c=p=0", "negative", "width", "rank", "one module for all", "too many", "no such tower"):
+    if name not in ("c=p=0", "negative", "width", "rank", "one module for all", "too many", "no such tower", "text"):
         assert "tower 0" in str(caught.value)
     if name in ("declares nothing", "raises", "batch mixed", "batch statistics", "batch summed", "another type"):
         assert str(caught.value).startswith(f"{__file__}:")
@@ -486,6 +548,78 @@ def test_refused_options() -> None:
         compiled(ZOO["logistic regression"], NARROW)
 
 
+class Own(nn.Module):
+    """Of the user's own, set as they write it."""
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.vectors, self.width = features, 4
+        self.layer = nn.Linear(features * width, features * 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x.flatten(1))
+        return made.view(-1, self.vectors, self.width)
+
+    def set_linear(self, matrix: torch.Tensor) -> None:
+        self.layer.weight.copy_(matrix)
+        self.layer.bias.zero_()
+
+
+class Nothing(Own):
+    def set_linear(self, matrix: torch.Tensor) -> None:
+        pass
+
+
+class OtherRows(Own):
+    def set_linear(self, matrix: torch.Tensor) -> None:
+        super().set_linear(matrix.roll(1, 0))
+
+
+class KeepsItsBias(Own):
+    def set_linear(self, matrix: torch.Tensor) -> None:
+        self.layer.weight.copy_(matrix)
+
+
+class Turned(Own):
+    def set_linear(self, matrix: torch.Tensor) -> None:
+        super().set_linear(matrix.mT)
+
+
+class Half(Own):
+    def set_linear(self, matrix: torch.Tensor) -> None:
+        super().set_linear(matrix.half().float())
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_what_set_linear_sets_is_tried(expand: bool) -> None:
+    entry = ZOO["deepfm"]
+    for wrong in (Nothing, OtherRows, KeepsItsBias):
+        with pytest.raises(
+            PlanError, match=rf"set_linear of {wrong.__name__}, tower 0 \(.*\) did not make it compute matrix @ x"
+        ) as e:
+            compiled(entry, wrong, init="preserve", expand=expand)
+        assert "a row for each of the" in str(e.value) and "as in nn.Linear.weight" in str(e.value)
+    with pytest.raises(
+        PlanError, match=r"set_linear of Turned, tower 0 .*, raises RuntimeError: .* The matrix is \((12|8), (24|16)\):"
+    ) as e:
+        compiled(entry, Turned, init="preserve", expand=expand)
+    assert isinstance(e.value.__cause__, RuntimeError)
+    with pytest.raises(PlanError, match=r"set_linear of DLRMTowerLayer, tower 0 .* with c=1 and p=0, or with c=0, only"):
+        compiled(entry, DLRMTower(2, 0, 4), init="preserve", expand=expand)
+    made, its = (compiled(entry, module, init="preserve", expand=expand) for module in (Own, NARROW))
+    torch.testing.assert_close(made(*entry.inputs()), its(*entry.inputs()))
+    compiled(entry, Half, init="preserve", expand=expand)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("module", [NARROW, ONE, CrossTower(DIM, 2, 3), Own])
+def test_a_warm_start_in_other_types(dtype: torch.dtype, module: Any) -> None:
+    entry = ZOO["concat-MLP"] if "concat-MLP" in ZOO else ZOO["deepfm"]
+    inputs = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in entry.inputs())
+    program = towerize(entry.build().to(dtype), TWO, example_inputs=inputs, tower_module=module, init="preserve")
+    assert made(program).kept
+
+
 def test_cross_tower_is_torchrecs_cross_network() -> None:
     from torchrec.modules.crossnet import LowRankCrossNet
 
@@ -500,6 +634,20 @@ def test_cross_tower_is_torchrecs_cross_network() -> None:
     torch.testing.assert_close(mine(x).flatten(1), mine.out(theirs(x.flatten(1))))
 
 
+class KeptList(Dot):
+    """A buffer says which products are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.tril_indices(6, 6, offset=-1))
+
+    def forward(self, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        dense = self.bottom(d)
+        vectors = torch.stack([dense] + [table(x[:, i]) for i, table in enumerate(self.tables)], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        return self.top(torch.cat([dense, products[:, self.kept[0], self.kept[1]]], dim=1))
+
+
 def test_what_the_summary_says() -> None:
     entry = ZOO["deepfm"]
     text = " ".join(str(compiled(entry, NARROW)).split())
@@ -507,6 +655,11 @@ def test_what_the_summary_says() -> None:
     assert "with the flat model's weights as far as they can be kept" in " ".join(
         str(compiled(entry, NARROW, init="preserve")).split()
     )
+    case = CASES["dot"]
+    dot = " ".join(str(towerize(KeptList(), TWO, example_inputs=case.inputs(6, 7), tower_module=ONE)).split())
+    assert "re-sized: 1 tensor of other shapes, their layers drawn anew; 1 index list for the new sizes" in dot
+    assert "as it is: nothing changes its shape" in str(compiled(entry, PassThrough()))
+    assert repr(made(compiled(entry, NARROW))).startswith("TowerModel(re-sized, 2 towers: ")
     assert "expanded behind the exchange, the interaction stays: it was asked for" in str(compiled(entry, NARROW, expand=True))
 
 

@@ -17,6 +17,11 @@ from ..runtime.inputs import TakeInputs
 _STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
+def argument_names(signature: inspect.Signature) -> list[str]:
+    """The names of forward's arguments, with the stars that are before them."""
+    return [_STARS.get(parameter.kind, "") + parameter.name for parameter in signature.parameters.values()]
+
+
 @dataclass(frozen=True)
 class Arguments:
     """How forward is called: its signature, the names of its arguments, and what they are made of."""
@@ -47,8 +52,7 @@ class Arguments:
     def write(self, graph: fx.Graph, shapes: Sequence[tuple[int | None, ...]]) -> tuple[list[fx.Node], TakeInputs]:
         """Start a graph: a placeholder for each argument of forward, then a node for each tensor, which ``dmt.inputs`` gives."""
         placeholders = []
-        for parameter in self.signature.parameters.values():
-            name = _STARS.get(parameter.kind, "") + parameter.name
+        for name, parameter in zip(argument_names(self.signature), self.signature.parameters.values(), strict=True):
             placeholders.append(graph.placeholder(name, default_value=parameter.default))
         module = TakeInputs(self.names, self.template, shapes)
         taken = graph.create_node("call_module", "dmt.inputs", tuple(placeholders), {}, name="dmt_inputs")

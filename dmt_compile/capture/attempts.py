@@ -6,6 +6,7 @@ and no tracing side effect, reaches the user's objects.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
@@ -19,7 +20,11 @@ from ..adapters import plain_calls
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import CaptureError, source_line, source_location
 from ..graphs import EXTRAS, clone_sharing_tensors, graph_module_over
+from ..hints import arrays
+from ..verify.structure import by_name
 from . import symbolic as tracing
+from .arguments import argument_names
+from .backward import LostBackward
 from .captured import LOOKUPS, Captured, Inputs, disagrees, hides_a_lookup, run_once
 from .sources import KEEPS, reason
 from .symbolic import Traced
@@ -35,11 +40,12 @@ def capture(model: nn.Module, inputs: Inputs | None = None) -> Captured:
     reads ``self.training``, there is a graph for each mode. No graph is taken that differs from the model on ``inputs``.
 
     Raises:
-        CaptureError: the model is not a module, is already sharded or wrapped, or no front end can take it; the message shows
-            the user's line.
+        CaptureError: the model is not a module, is already sharded or wrapped, or no front end can take it, in which case the
+            message shows the user's line; or ``inputs`` hold numpy's arrays.
     """
     _check_model(model)
     if inputs is not None:
+        _refuse_arrays(model, inputs)
         run_once(model, inputs)
     hiding: Captured | None = None
     symbolic: CaptureError | None = None
@@ -110,9 +116,13 @@ def _capture_by_export(model: nn.Module, inputs: Inputs) -> Captured:
         try:
             captured = _capture_exported(model, *inputs, strict=strict)
             _refuse_other_results(captured, inputs)
+            if captured.leaves and hides_a_lookup(captured, inputs):
+                whole = "\n".join(f"  {path}: {why}" for path, why in captured.leaves.items())
+                raise CaptureError(f"{type(model).__name__} could not be exported: what must stay whole holds a lookup.\n{whole}")
             return captured
         except CaptureError as error:
             if failure is not None and (further := _elsewhere(failure, error)):
+                further += _advice(error.__cause__)
                 raise CaptureError(f"{failure}\n  torch.export(strict=True) stops here:\n  {further}") from error
             failure = failure or error
     assert failure is not None
@@ -191,20 +201,27 @@ def _export(
     from . import export, exported
 
     failure: Exception | None = None
-    for every_size in (False, True):
+    whole: dict[str, str] = {}
+    sizes = [False, True]
+    while sizes:
         # The clone that is exported is changed and thrown away.
         root, thrown_away = clone_sharing_tensors(model), clone_sharing_tensors(model, copy_buffers=True)
         prepare(thrown_away)
         try:
-            program = export.export(thrown_away, args, kwargs, strict=strict, every_size=every_size)
+            program = export.export(thrown_away, args, kwargs, strict=strict, every_size=sizes[0], whole=whole)
             graph, extras = exported.to_graph(program, root)
-            return Traced(root, graph, extras, {})
+            return Traced(root, graph, extras, whole)
         except Exception as error:
+            if isinstance(error, LostBackward) and error.path is not None and error.path not in whole:
+                whole[error.path] = reason(error)
+                continue
             failure = failure or error
             if not isinstance(error, export.ExportError):
                 break
+            sizes.pop(0)
     why = str(failure) if isinstance(failure, export.ExportError) else reason(failure)  # type: ignore[arg-type]
-    raise CaptureError(f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}") from failure
+    text = f"{type(model).__name__} could not be exported with example_inputs either.\n  {why}{_advice(failure)}"
+    raise CaptureError(text) from failure
 
 
 def _adopt_constants(root: nn.Module, traced: Traced) -> None:
@@ -313,9 +330,25 @@ def _check_model(model: object) -> None:
         raise CaptureError(f"the model has a submodule called '{EXTRAS}', a name that the compiled program uses: rename it")
 
 
+def _refuse_arrays(model: nn.Module, inputs: Inputs) -> None:
+    found = arrays(by_name(*inputs, argument_names(inspect.signature(model.forward))))
+    if found:
+        raise CaptureError(
+            f"example_inputs hold arrays of numpy, which are no inputs of a graph: {', '.join(found)}. Give tensors "
+            "(torch.as_tensor), and let forward work on them by operators of torch"
+        )
+
+
 def _explain(error: Exception, model: nn.Module) -> CaptureError:
-    return CaptureError(
-        f"{type(model).__name__} could not be traced to its embedding lookups.\n  {reason(error)}\n"
-        "Code outside submodules without lookups must not branch or loop on tensor values: move such code out of forward, "
-        "or into a submodule that holds no lookup (it is then kept whole)."
-    )
+    why = f"{reason(error)}{_advice(error) or _BRANCHES}"
+    return CaptureError(f"{type(model).__name__} could not be traced to its embedding lookups.\n  {why}")
+
+
+def _advice(error: BaseException | None) -> str:
+    return f"\n{error.advice}" if isinstance(error, LostBackward) else ""
+
+
+_BRANCHES = (
+    "\nCode outside submodules without lookups must not branch or loop on tensor values: move such code out of forward, "
+    "or into a submodule that holds no lookup (it is then kept whole)."
+)

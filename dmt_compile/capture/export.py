@@ -11,7 +11,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..adapters.torchrec_parts import IDS
 from ..graphs import clone_sharing_tensors, deepcopy_values
 from ..nested import Path, Template, take_apart
 from .arguments import Arguments
+from .backward import loses_on_tensors, refuse_backward
 from .captured import WithoutMaxNorm
 from .kept import Kept, Signature, kept_calls, signatures
 from .sources import quoted, user_place
@@ -45,9 +46,15 @@ class Exported:
 
 
 def export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool = False, every_size: bool = False
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    strict: bool = False,
+    every_size: bool = False,
+    whole: Collection[str] = (),
 ) -> Exported:
-    """Export ``model``, which is a clone that may be changed, in the mode that it is in.
+    """Export ``model``, which is a clone that may be changed, in the mode that it is in. Submodules in ``whole`` are kept whole.
 
     With ``strict``, Dynamo reads forward's code, and understands numpy and conversions of sizes, which running it does not; what
     forward returns, and what modules that stay whole are given, is then learnt from a run on the inputs.
@@ -57,18 +64,20 @@ def export(
 
     Raises:
         ExportError: the exported program would not hold for every batch size.
+        LostBackward: forward applies a torch.autograd.Function.
         Exception: what torch.export raises for what it cannot take.
     """
     given, arguments = Arguments.of(model, args, kwargs)
     leaves = _at_least_two(given, arguments)
     result: list[Template] = []
-    seen = _run_once(model, arguments, given, result) if strict else None
+    seen = _run_once(model, arguments, given, result, whole) if strict else None
     wrapper = _Flat(model, arguments, result)
     auto = torch.export.Dim.AUTO
     free = [range(leaf.dim() if every_size else min(leaf.dim(), 1)) if isinstance(leaf, torch.Tensor) else () for leaf in leaves]
     dims = tuple(dict.fromkeys(sizes, auto) or None for sizes in free)
-    sizes = contextlib.nullcontext() if strict else _sizes_stay_symbolic(model)
-    with _quiet(), sizes, _without_cache(), kept_calls(model, seen) as kept, _decisions() as decisions:
+    # Dynamo takes Functions for what their forward computes, and the run before has met them.
+    watched = contextlib.nullcontext() if strict else _watched(model)
+    with _quiet(), watched, _without_cache(), kept_calls(model, seen, whole) as kept, _decisions() as decisions:
         program = torch.export.export(wrapper, tuple(leaves), dynamic_shapes=(dims,), strict=strict)
     shapes = _checked_shapes(program, arguments, leaves, decisions)
     returned = result[0] if strict else result[-1]
@@ -85,12 +94,21 @@ def _without_cache() -> contextlib.AbstractContextManager[Any]:
     return patched
 
 
-def _run_once(model: nn.Module, arguments: Arguments, leaves: list[Any], result: list[Template]) -> dict[str, Signature]:
+@contextlib.contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    with _sizes_stay_symbolic(model), refuse_backward(model, loses_on_tensors):
+        yield
+
+
+def _run_once(
+    model: nn.Module, arguments: Arguments, leaves: list[Any], result: list[Template], whole: Collection[str]
+) -> dict[str, Signature]:
     """Run a copy of the model, which says what forward returns, and what its modules are given and return."""
     copy = clone_sharing_tensors(model, copy_buffers=True)
     run = _Flat(copy, arguments, result)
-    with _quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]), WithoutMaxNorm():
-        return signatures(copy, lambda: run(*deepcopy_values(leaves)))
+    lost = refuse_backward(copy, loses_on_tensors)
+    with _quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]), WithoutMaxNorm(), lost:
+        return signatures(copy, lambda: run(*deepcopy_values(leaves)), whole)
 
 
 def _at_least_two(leaves: list[Any], arguments: Arguments) -> list[Any]:
@@ -178,12 +196,20 @@ def _decisions() -> Iterator[list[_Decision]]:
 
 
 def _line(symbols: Iterable[Any], decisions: Sequence[_Decision]) -> str:
-    """The first decision about a size of these symbols, as the start of a message."""
-    wanted = set(symbols)
-    # Sizes of several inputs are compared with each other, too.
-    alone = [d.line for d in decisions if d.symbols & wanted and len(d.symbols) == 1]
-    lines = alone or [d.line for d in decisions if d.symbols & wanted] or [d.line for d in decisions if len(d.symbols) == 1]
-    return f"{lines[0]}: " if lines else "forward "
+    """The decision about a size of these symbols that tells most, the first of its kind, as the start of a message."""
+    wanted = _compared(set(symbols), decisions)
+    alone = [d for d in decisions if d.symbols & wanted and len(d.symbols) == 1]
+    # That a size is not 0 or 1 is decided in passing.
+    deciding = [d for d in alone if d.fails_for(*d.symbols) is not None]
+    found = deciding or alone or [d for d in decisions if d.symbols & wanted] or [d for d in decisions if len(d.symbols) == 1]
+    return f"{found[0].line}: " if found else "forward "
+
+
+def _compared(symbols: set[Any], decisions: Sequence[_Decision]) -> set[Any]:
+    """Sizes of several inputs are compared with each other, and what is then decided about one of them holds for all."""
+    while more := {s for d in decisions if d.symbols & symbols for s in d.symbols} - symbols:
+        symbols = symbols | more
+    return symbols
 
 
 class _IntType(type):
@@ -290,7 +316,7 @@ def _checked_shapes(
     return tuple(shapes)
 
 
-_HINT = "loops over it, numpy and lists make a number of it, operators of torch do not"
+_HINT = "loops over it, comparisons with a number, numpy and lists make a number of it, operators of torch do not"
 _SAME = "forward has to take the same way for any number"
 _COUNTED = {False: ("batch size", "samples"), True: ("number of ids", "ids")}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..adapters import torchrec as torchrec_adapter
 from ..adapters.torchrec_parts import pooled_like
 from ..nested import Template, constants, take_apart
+from .backward import kept_whole
 
 
 @dataclass
@@ -45,7 +46,8 @@ def _keep(key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _(key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     kept = _KEPT[key]
     args, kwargs = kept.given.build(tensors)
-    leaves, kept.returned = take_apart(kept.run(*args, **kwargs))
+    with kept_whole():
+        leaves, kept.returned = take_apart(kept.run(*args, **kwargs))
     # An operator may not return what it was given.
     return [leaf.clone() for leaf in leaves]
 
@@ -68,8 +70,12 @@ Signature = tuple[Template, Template]
 
 
 @contextmanager
-def kept_calls(model: nn.Module, signatures: Mapping[str, Signature] | None = None) -> Iterator[dict[int, Kept]]:
-    """Let every call of a torch.nn module become one node; with ``signatures``, calls of these modules, which all look alike.
+def kept_calls(
+    model: nn.Module, signatures: Mapping[str, Signature] | None = None, whole: Collection[str] = ()
+) -> Iterator[dict[int, Kept]]:
+    """Let every call of a torch.nn module, and of those in ``whole``, become one node.
+
+    With ``signatures``, calls of these modules, which all look alike.
 
     Python's code runs when torch.export traces, so a call can say what it is given. Dynamo reads the code instead: there each
     module has one number, and what its calls look like is known before.
@@ -77,30 +83,32 @@ def kept_calls(model: nn.Module, signatures: Mapping[str, Signature] | None = No
     book: dict[int, Kept] = {}
     try:
         if signatures is None:
-            stand_in(model, lambda path, run: _noted(path, run, book))
+            stand_in(model, lambda path, run: _noted(path, run, book), whole)
             with _KeepFunctions(book):
                 yield book
         else:
-            stand_in(model, lambda path, run: _known(path, run, book, signatures.get(path)))
+            stand_in(model, lambda path, run: _known(path, run, book, signatures.get(path), path in whole), whole)
             yield book
     finally:
         for key in book:
             _KEPT.pop(key, None)
 
 
-def signatures(model: nn.Module, call: Callable[[], object]) -> dict[str, Signature]:
+def signatures(model: nn.Module, call: Callable[[], object], whole: Collection[str] = ()) -> dict[str, Signature]:
     """What the calls of modules look like in ``call()``: of those that are always called alike."""
     seen: dict[str, list[Signature]] = {}
 
     def watched(path: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given, result = take_apart((args, kwargs))[1], run(*args, **kwargs)
+            given = take_apart((args, kwargs))[1]
+            with kept_whole():
+                result = run(*args, **kwargs)
             seen.setdefault(path, []).append((given, take_apart(result)[1]))
             return result
 
         return forward
 
-    stand_in(model, watched, real=True)
+    stand_in(model, watched, whole, real=True)
     call()
     alike = {path: found[0] for path, found in seen.items() if all(one == found[0] for one in found)}
     return {path: signature for path, signature in alike.items() if not _has_number(signature[0])}
@@ -111,11 +119,11 @@ def _has_number(given: Template) -> bool:
     return any(type(value) is int for value in constants(given.value))
 
 
-def stand_in(model: nn.Module, make: StandIn, *, real: bool = False) -> None:
+def stand_in(model: nn.Module, make: StandIn, whole: Collection[str] = (), *, real: bool = False) -> None:
     """Replace the forward of every module that is kept whole; a collection's, unless ``real``, by one that knows only shapes."""
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
-        if path and is_kept(module) and module not in inside:
+        if path and (is_kept(module) or path in whole) and module not in inside:
             inside.update(module.modules())
             # The call in the graph runs them.
             for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -138,7 +146,11 @@ def _noted(target: str | Callable[..., Any], run: Callable[..., Any], book: dict
     return forward
 
 
-def _known(target: str, run: Callable[..., Any], book: dict[int, Kept], signature: Signature | None) -> Callable[..., Any]:
+def _known(
+    target: str, run: Callable[..., Any], book: dict[int, Kept], signature: Signature | None, whole: bool
+) -> Callable[..., Any]:
+    if signature is None and whole:
+        return _refuse_calls
     if signature is None:
         # What only knows shapes must not be read as if it were the collection.
         return _refuse if isinstance(run, functools.partial) and run.func is pooled_like else run
@@ -153,6 +165,10 @@ def _known(target: str, run: Callable[..., Any], book: dict[int, Kept], signatur
 
 def _refuse(*_args: Any, **_kwargs: Any) -> Any:
     raise TypeError("a collection is called with KeyedJaggedTensors of different keys")
+
+
+def _refuse_calls(*_args: Any, **_kwargs: Any) -> Any:
+    raise TypeError("a submodule that must stay whole is called with whole numbers, or with other arguments from call to call")
 
 
 class _KeepFunctions(TorchFunctionMode):

@@ -69,6 +69,8 @@ KEEPS = (
     "every call, or keep it in a buffer"
 )
 _INSTEAD = "choose between values with torch.where"
+# What torch.export says where Python needs a number that tensors without values do not give.
+_UNKNOWN_NUMBER = "data-dependent expression"
 # What torch.export says of a constant that only stands for a tensor.
 _WITHOUT_VALUES = "We found a fake tensor in the exported program constant's list"
 
@@ -77,9 +79,12 @@ def reason(error: BaseException) -> str:
     """One line: what went wrong, and the innermost line of the user's code on the way there."""
     # Dynamo does not run the code that it reads.
     frames = _users(getattr(error, "real_stack", None) or ()) or _users(traceback.extract_tb(error.__traceback__))
+    frames = frames or _users(traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(str(error)))
     message = str(error).strip().split("\n")[0]
     if isinstance(error, DataDependentOutputException):
         message = f"{error.func} looks at the values of tensors, and the graph would keep for ever what it saw: {_INSTEAD}"
+    elif _UNKNOWN_NUMBER in message:
+        message = f"a size or a branch depends on the values of tensors, and the graph would keep what it saw: {_INSTEAD}"
     elif message.startswith(_WITHOUT_VALUES):
         return KEEPS
     if not frames:

@@ -22,6 +22,7 @@ from ..adapters import torchrec as torchrec_adapter
 from ..adapters import torchrec_sequences
 from ..graphs import NO_GRAD, clone_sharing_tensors, cut_gradients
 from .arguments import Arguments
+from .backward import refuse_backward
 from .outside import Outside
 from .shown import Shown
 from .sources import reason, trace_of, user_frame
@@ -77,7 +78,7 @@ def trace(
         shown = Shown(model, structure.leaves) if structure is not None else None
         tracer = _Tracer(proxy_buffers, whole, outside, structure, shown)
         try:
-            with _without_tracing_advice(), _lengths_in_the_graph(), outside:
+            with _without_tracing_advice(), _lengths_in_the_graph(), refuse_backward(root, tracer.loses), outside:
                 graph = tracer.trace(root)
             written = next((name for name, buffer in root.named_buffers() if buffer._version != versions.get(name)), None)
             if written is not None:
@@ -302,6 +303,12 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def loses(self, _kind: type, given: list[Any]) -> bool:
+        """Whether the graph would lose the backward of a Function that is given these values."""
+        if self._looking:
+            return False
+        return any(isinstance(x, fx.Proxy) or (isinstance(x, torch.Tensor) and x.requires_grad) for x in given)
 
     @property
     def sees(self) -> bool:

@@ -214,7 +214,7 @@ class _Layout:
             if modules:
                 yield Text("a to g: the steps of SPTT, DMT paper section 3.1; f: tower modules, 3.2.", "dim")
             else:
-                yield Text("a to g: the steps of SPTT, DMT paper section 3.1 (f, a tower module, is not part of it).", "dim")
+                yield Text("a to g without f, tower modules: the steps of SPTT, DMT paper section 3.1.", "dim")
         if rows:
             yield Text("B: samples on a rank. Bytes: what a rank sends forward to others for one", "dim")
             yield Text("sample on every rank; a..b: smallest and largest over the ranks or towers.", "dim")

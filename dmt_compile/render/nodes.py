@@ -24,6 +24,7 @@ from .words import counted, cut, listed, span, span_of
 
 _LONGEST_TEXT = 240
 _ITEMS_SHOWN = 3
+_MOST_MODULES = 3
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,9 @@ class Describer:
                 return "rank order is peer order: rows stay"
             return f"rows into peer order: ranks {listed(map(str, module.order), 40)}"
         if isinstance(module, RunTower):
-            made = [f"tower {one.tower}: {sum(one.widths)} to {one.columns}" for one in module.records]
-            return f"columns of the features to columns of the module, {listed(made, 60)}"
+            shown = ", ".join(f"tower {one.tower}: {sum(one.widths)} to {one.columns}" for one in module.records[:_MOST_MODULES])
+            more = len(module.records) - _MOST_MODULES
+            return f"columns of {shown}{f', {more:,} more' if more > 0 else ''}"
         if isinstance(module, SendColumns):
             raw = sum(lookups.lookup[name].dim for name in module.raw)
             return f"{counted(sum(module.made), 'column')} of the modules, {counted(raw, 'column')} as they are"

@@ -9,10 +9,12 @@ from .words import counted, cut, short_places, span
 
 if TYPE_CHECKING:
     from ..program import TowerProgram
+    from ..towers.model import TowerModel
     from ..towers.record import TowerVectors
 
 _MOST_TOWERS = 8
 _MOST_TENSORS = 6
+_MOST_UNDRAWN = 3
 _REASON = 200
 
 
@@ -27,17 +29,34 @@ def tower_lines(program: TowerProgram) -> Iterator[str]:
     if beside:
         yield f"{counted(beside, 'column')} of other lookups {'goes' if beside == 1 else 'go'} through no module"
     if made.way == "re-sized":
-        how = "with the flat model's weights as far as they can be kept" if made.kept else "their layers drawn anew"
-        yield f"the interaction is re-sized: {counted(len(made.resized), 'tensor')} of other shapes, {how}"
+        yield from _changed(program, made)
         yield from _resized(made.resized)
         if made.redrawn:
             yield f"not derived from the flat model's weights: {cut(', '.join(made.redrawn), _REASON)}"
+        for name, why in list(made.undrawn.items())[:_MOST_UNDRAWN]:
+            yield cut(f"'{name}' is drawn from a normal distribution: {why}", _REASON)
+        if len(made.undrawn) > _MOST_UNDRAWN:
+            yield f"... and {len(made.undrawn) - _MOST_UNDRAWN:,} more (program.tower_model.undrawn)"
     else:
         yield f"expanded behind the exchange, the interaction stays: {cut(short_places(made.why), _REASON)}"
     for one in made.vectors[:_MOST_TOWERS]:
         yield _tower(one, type(program.get_submodule(one.target)).__name__)
     if len(made.vectors) > _MOST_TOWERS:
         yield f"... and {len(made.vectors) - _MOST_TOWERS:,} more (program.tower_model.vectors)"
+
+
+def _changed(program: TowerProgram, made: TowerModel) -> Iterator[str]:
+    if not made.resized:
+        yield "the interaction takes what they make as it is: nothing changes its shape"
+        return
+    tensors = dict((*program.named_parameters(remove_duplicate=False), *program.named_buffers(remove_duplicate=False)))
+    # Lists of places (which products are kept, say) are made for the new sizes, and never drawn.
+    drawn = sum(name not in tensors or tensors[name].is_floating_point() for name in made.resized)
+    lists = len(made.resized) - drawn
+    how = "with the flat model's weights as far as they can be kept" if made.kept else "their layers drawn anew"
+    parts = [f"{counted(drawn, 'tensor')} of other shapes, {how}"] if drawn else []
+    parts += [f"{counted(lists, 'index list')} for the new sizes"] if lists else []
+    yield f"the interaction is re-sized: {'; '.join(parts)}"
 
 
 def _resized(resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:

@@ -97,4 +97,5 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shape, dtype, device = ctx.like
-        return grads[0], torch.zeros(shape, dtype=dtype, device=device)
+        # Where nothing else comes back, this is all there is; it needs no memory.
+        return grads[0], torch.zeros((), dtype=dtype, device=device).expand(shape)

@@ -27,7 +27,7 @@ from .data_parallel import ByMode, compiled, synchronised
 from .groups import TowerGroups, refuse_device, timeout_of
 from .materialize import materialize
 from .ownership import prune
-from .tower_sync import TowerSync, own_module, unsynchronised
+from .tower_sync import TowerSync, own_module, take_from_first_rank, unsynchronised
 
 
 class RankModule(nn.Module):
@@ -45,7 +45,7 @@ class RankModule(nn.Module):
     when their wait times out. In a program that is left flat nothing is exchanged in forward, so that a rank can tell the others
     of every failure in it.
 
-    ``state_dict()`` has the flat model's keys, less the tables of other ranks and the modules of other towers; a parameter that
+    ``state_dict()`` has the program's keys, less the tables of other ranks and the modules of other towers; a parameter that
     holds tables of several ranks stands in it as :class:`RowShards`. :meth:`full_state_dict` gathers all of them, and
     ``load_state_dict`` takes either.
     """
@@ -140,10 +140,13 @@ class RankModule(nn.Module):
         return norm
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``; takes the flat model's state dict as well as this rank's.
+        """As ``nn.Module.load_state_dict``; takes the whole program's state dict as well as this rank's.
+
+        Without tower modules the whole program's is the flat model's.
 
         Raises:
             DistributedError: ``assign`` is set: the gradient synchronisation holds on to the parameters that are there.
+            PlanError: it holds tower modules of towers of other features.
         """
         if assign:
             raise DistributedError("a RankModule cannot take over the tensors of a state dict: load it with assign=False")
@@ -174,7 +177,7 @@ class RankModule(nn.Module):
             yield self._parameter(name)
 
     def dense_parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters that are not tables; the same values on every rank, of a tower's module on every rank of the tower."""
+        """All parameters that are not tables, the tower module's too; the same on every rank, or on every rank of the tower."""
         own = set(self._table_names)
         for name, parameter in self.named_parameters():
             if name not in own:
@@ -194,7 +197,10 @@ class RankModule(nn.Module):
         return unsynchronised(runner, self._tower.runner)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The flat model's state dict, keys in its order, with every rank's tables. A collective call; a copy on every rank."""
+        """The whole program's state dict, keys in its order, with every rank's tables and all towers' modules.
+
+        Without tower modules it is the flat model's. A collective call; a copy on every rank.
+        """
         own = self.state_dict()
         owner = {name: rank for rank, names in enumerate(self.plan.tables_of_rank) for name in names}
         shards = self._lookups.shards
@@ -320,6 +326,7 @@ def distribute(
         if (made := own_module(root, stage, rank)) is not None:
             made.to(home)
     refuse_device(dist.get_backend_config(group), home)
+    take_from_first_rank(root, stage, rank, group, home)
     groups = TowerGroups.create(group, stage.plan.grid, timeout or timeout_of(group, home), number)
     context = RankContext(
         rank,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import DistributedError
 from ..lookups import LookupSet
 from ..topology import TowerGrid
 from ..towers.record import TowerVectors
 from .base import RankContext, RankLocal
+from .gradients import tie
 from .pooled import MakeOutput
 from .vectors import vectors_of
 
@@ -47,20 +51,25 @@ class PickVectors(_OfTower):
         if record is None:
             return _Picked([], (), None)
         place = places_of(self.lookups, self.arrival[tower])
-        return _Picked([place[name] for name in record.lookups], record.widths, self.lookups.lookup[record.lookups[0]].dtype)
+        dtype = self.lookups.lookup[record.lookups[0]].dtype
+        return _Picked([place[name] for name in record.lookups], record.widths, dtype, copied=not record.passes)
 
 
 class _Picked(nn.Module):
-    def __init__(self, places: Sequence[tuple[int, int]], widths: Sequence[int], dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, places: Sequence[tuple[int, int]], widths: Sequence[int], dtype: torch.dtype | None, *, copied: bool = False
+    ) -> None:
         super().__init__()
         self._runs = runs_of(places)
         self._widths = tuple(widths)
         self._dtype = dtype
+        self._copied = copied
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if self._dtype is None:
             return rows.narrow(1, 0, 0)
-        return vectors_of([rows.narrow(1, start, width).to(self._dtype) for start, width in self._runs], self._widths)
+        parts = [rows.narrow(1, start, width).to(self._dtype) for start, width in self._runs]
+        return vectors_of(parts, self._widths, copied=self._copied)
 
 
 class RunTower(_OfTower):
@@ -72,7 +81,11 @@ class RunTower(_OfTower):
 
 
 class BoundTower(nn.Module):
-    """A tower's module on one rank. Its parameters are registered in the rank's module tree, and not here."""
+    """A tower's module on one rank. Its parameters are registered in the rank's module tree, and not here.
+
+    Raises:
+        DistributedError: when called, the last backward did not reach all of its parameters.
+    """
 
     def __init__(self, context: RankContext, target: str | None) -> None:
         super().__init__()
@@ -84,8 +97,31 @@ class BoundTower(nn.Module):
             return vectors
         synchronised = self._context.tower
         run = synchronised if synchronised is not None else self._context.root.get_submodule(self._target)
-        made: torch.Tensor = run(vectors)
+        try:
+            made: torch.Tensor = run(vectors)
+        except RuntimeError as error:
+            unused = _without_gradient(error, run)
+            if unused is None:
+                raise
+            raise DistributedError(
+                f"the module '{self._target}' of this rank's tower ({type(run.module).__name__}) did not use all of its parameters "
+                f"in the last step{unused}: call program.distribute(find_unused_parameters=True), or freeze what it never uses"
+            ) from error
         return made
+
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+def _without_gradient(error: RuntimeError, run: nn.Module) -> str | None:
+    """What DistributedDataParallel says of parameters that its last backward did not reach; None if it is another error."""
+    if not isinstance(run, DistributedDataParallel) or _UNFINISHED not in str(error):
+        return None
+    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
+    numbers = [int(number) for number in told[1].split()] if told else []
+    missing = [names[number] for number in numbers if number < len(names)]
+    return f": {', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}" if missing else ""
 
 
 class SendColumns(_OfTower):
@@ -142,9 +178,11 @@ class _Sent(nn.Module):
 
     def forward(self, made: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         sent = made.reshape(len(rows), self._made).to(self._dtype)
-        if not self._runs:
-            return sent
-        return torch.cat([sent, *(rows.narrow(1, start, width) for start, width in self._runs)], dim=1)
+        if self._runs:
+            return torch.cat([sent, *(rows.narrow(1, start, width) for start, width in self._runs)], dim=1)
+        # All ranks take part in the exchanges of the backward, or others wait: also where a module's result does not depend on its
+        # rows, or is made without gradients. Tables behind it then get a gradient of zeros.
+        return tie(sent, rows) if rows.requires_grad and torch.is_grad_enabled() else sent
 
 
 class TowerColumns(nn.Module):

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ..stage import Stage
+from ..towers.holder import TowerHolder
 from ..towers.record import HOLDER
 
 
@@ -36,7 +37,7 @@ class TowerSync:
         if self._module is None:
             return
         self.parameters = tuple(self._module.parameters())
-        tensors = [*self.parameters, *self._module.buffers()]
+        tensors = [*self.parameters, *self._module.buffers(), *_holder(root).own_buffer(self.tower)]
         self.ids = frozenset(map(id, tensors))
         copy_from_first(tensors, group)
         if any(parameter.requires_grad for parameter in self.parameters):
@@ -56,7 +57,7 @@ class TowerSync:
         if not self._any:
             return {}
         ranks = dist.get_process_group_ranks(group)
-        mine = {key: value for key, value in own.items() if key.startswith(f"{HOLDER}.{self.tower}.")} if self.first else {}
+        mine = {key: value for key, value in own.items() if key.startswith(f"{HOLDER}.")} if self.first else {}
         told: list[Any] = [None] * len(ranks)
         # The type may have been changed since the program was compiled; what is no tensor travels at once.
         dist.all_gather_object(told, {key: _told(value) for key, value in mine.items()}, group=group)
@@ -94,15 +95,48 @@ def own_module(root: nn.Module, stage: Stage, rank: int) -> nn.Module | None:
 
 
 def drop_other_towers(root: nn.Module, stage: Stage, rank: int) -> frozenset[str]:
-    """Remove the modules of all towers but a rank's own; the state-dict keys that are gone."""
+    """Remove the modules of all towers but a rank's own; the state-dict keys that a rank need not load, of what is gone."""
     if not stage.vectors:
         return frozenset()
-    tower = str(stage.plan.grid.tower_of(rank))
-    holder = root.get_submodule(HOLDER)
-    gone = [key for key in holder.state_dict(keep_vars=True) if key.partition(".")[0] != tower]
-    for number in [number for number in holder._modules if number != tower]:
-        del holder._modules[number]
+    gone = _holder(root).keep_only(stage.plan.grid.tower_of(rank))
     return frozenset(f"{HOLDER}.{key}" for key in gone)
+
+
+def _holder(root: nn.Module) -> TowerHolder:
+    holder = root.get_submodule(HOLDER)
+    assert isinstance(holder, TowerHolder)
+    return holder
+
+
+def take_from_first_rank(root: nn.Module, stage: Stage, rank: int, group: ProcessGroup, home: torch.device) -> None:
+    """Give the modules of all towers the values that rank 0 of the group has, where it has any; a collective call.
+
+    Other ranks may have drawn them with another seed, or have a warm start from other samples. The layers around them begin with
+    rank 0's values, and fit its modules only. ``root`` is this rank's, with values; its tower's tensors may be copies of the
+    program's, which are written too.
+    """
+    if not stage.vectors:
+        return
+    told: list[Any] = [None] * dist.get_world_size(group)
+    whole = {one.target: stage.root.get_submodule(one.target) for one in stage.vectors}
+    kept = own_module(root, stage, rank)
+    own = next((one.target for one in stage.vectors if one.tower == stage.plan.grid.tower_of(rank)), None)
+    tensors = {f"{target}.{name}": tensor for target, module in whole.items() for name, tensor in _tensors(module).items()}
+    mine = {f"{own}.{name}": tensor for name, tensor in _tensors(kept).items()} if kept is not None else {}
+    dist.all_gather_object(told, [name for name, tensor in tensors.items() if not tensor.is_meta], group=group)
+    source = dist.get_process_group_ranks(group)[0]
+    with torch.no_grad():
+        for name in told[0]:
+            value = mine.get(name, tensors[name]).detach()
+            value = torch.empty_like(value, device=home) if value.is_meta else value.to(home).contiguous()
+            dist.broadcast(value, src=source, group=group)
+            for tensor in (tensors[name], mine.get(name)):
+                if tensor is not None and not tensor.is_meta and tensor.data_ptr() != value.data_ptr():
+                    tensor.copy_(value)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict((*module.named_parameters(), *module.named_buffers()))
 
 
 def copy_from_first(tensors: list[torch.Tensor], group: ProcessGroup) -> None:

@@ -37,7 +37,7 @@ class TakeVectors(nn.Module):
     def forward(self, *values: object) -> torch.Tensor:
         columns = [columns_of(output, value) for output, value in zip(self.outputs, values, strict=True)]
         parts = [columns[number].narrow(1, start, width) for number, start, width in self._places]
-        return vectors_of(parts, self.widths)
+        return vectors_of(parts, self.widths, copied=True)
 
 
 def columns_of(output: LookupOutput, value: object) -> torch.Tensor:
@@ -49,9 +49,12 @@ def columns_of(output: LookupOutput, value: object) -> torch.Tensor:
     return value.flatten(1)
 
 
-def vectors_of(parts: Sequence[torch.Tensor], widths: Sequence[int]) -> torch.Tensor:
-    """Columns of several lookups as the vectors that a tower module takes."""
-    taken = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+def vectors_of(parts: Sequence[torch.Tensor], widths: Sequence[int], *, copied: bool) -> torch.Tensor:
+    """Columns of several lookups as the vectors that a tower module takes.
+
+    A module may write to what it is given, which others read too: unless ``copied`` is False it gets columns of its own.
+    """
+    taken = parts[0] if len(parts) == 1 and not copied else torch.cat(list(parts), dim=1)
     return taken.reshape(taken.shape[0], len(widths), widths[0]) if len(set(widths)) == 1 else taken
 
 

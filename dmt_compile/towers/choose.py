@@ -14,7 +14,9 @@ from ..errors import PlanError, first_line
 from ..lookups import LookupSet
 from ..plan import TowerPlan
 from .modules import Factory, PassedVectors, PassThrough
+from .placed import refuse_places, refuse_types
 from .record import TowerVectors
+from .tries import refuse_mixing
 
 TowerModules: TypeAlias = Factory | Sequence[Factory] | Mapping[int, Factory]
 """One factory for all towers, a list with one for each, or those of some towers by number; the others pass through."""
@@ -29,7 +31,7 @@ def make_modules(
 
     Raises:
         PlanError: a module that cannot be made, does not declare ``vectors`` and ``width``, or does not make them; one that
-            mixes rows, changes their number or their type.
+            mixes rows, changes their number or their type, or is on another device than the tables.
     """
     factories = _by_tower(wanted, len(plan.towers))
     chosen, records, modules = set(names), [], {}
@@ -42,7 +44,10 @@ def make_modules(
         dtypes = {lookups.lookup[name].dtype for name in served}
         if len(dtypes) > 1:
             raise PlanError(f"{where}: its vectors are of different types, {', '.join(sorted(map(str, dtypes)))}")
-        module = _make(factories[number], widths, where, seed + number, dtypes.pop())
+        dtype = dtypes.pop()
+        module = _make(factories[number], widths, where, seed + number, dtype)
+        refuse_places(module, device, where, moves=not isinstance(factories[number], nn.Module))
+        refuse_types(module, widths, dtype, where)
         vectors, width = _declared(module, widths, where)
         records.append(TowerVectors(number, tuple(served), widths, vectors, width, isinstance(module, PassedVectors)))
         modules[number] = module if isinstance(factories[number], nn.Module) else module.to(device)
@@ -58,12 +63,17 @@ def refuse_widths(records: Sequence[TowerVectors]) -> None:
     made = {record.width for record in records if not record.passes or record.equal_widths}
     if len(made) > 1:
         listed = ", ".join(f"tower {record.tower}: {record.width}" for record in records)
-        raise PlanError(f"tower modules must make vectors of one width for this interaction, these make {listed}")
+        raise PlanError(
+            f"tower modules must make vectors of one width for this interaction, these make {listed}: give them one width, or "
+            "expand=True, which brings each tower's vectors back to their old width behind the exchange"
+        )
 
 
 def _by_tower(wanted: TowerModules, towers: int) -> list[Factory]:
+    if isinstance(wanted, str | bytes):
+        raise PlanError(f"tower_module is the text {wanted!r}: give {_ALLOWED}")
     if isinstance(wanted, Mapping):
-        odd = [key for key in wanted if not isinstance(key, int) or key not in range(towers)]
+        odd = [key for key in wanted if not isinstance(key, int) or isinstance(key, bool) or key not in range(towers)]
         if odd:
             raise PlanError(f"tower_module names tower {odd[0]!r}, the plan has towers 0 to {towers - 1}")
         found = [wanted.get(number, PassThrough()) for number in range(towers)]
@@ -80,14 +90,23 @@ def _by_tower(wanted: TowerModules, towers: int) -> list[Factory]:
                 "makes it, or a list with a module for each tower"
             )
         if not callable(factory):
-            raise PlanError(f"tower_module of tower {number} must be a module or make one, got {type(factory).__name__}")
+            raise PlanError(
+                f"tower_module of tower {number} must be a module or make one, got {type(factory).__name__}: give {_ALLOWED}"
+            )
     return found
+
+
+_ALLOWED = (
+    "DLRMTower(...), CrossTower(...), PassThrough() or a function f(num_features, width) that makes a module, a list with one of "
+    "these for each tower, or a dict of them by tower"
+)
 
 
 def _make(factory: Factory, widths: Sequence[int], where: str, seed: int, dtype: torch.dtype) -> nn.Module:
     make: Callable[[], Any]
     if isinstance(factory, nn.Module):
         return factory
+    called = f"as f(num_features, width), here f({len(widths)}, {widths[0]})"
     if len(set(widths)) == 1:
         make = partial(factory, len(widths), widths[0])
     elif isinstance(factory, PassThrough):
@@ -101,6 +120,7 @@ def _make(factory: Factory, widths: Sequence[int], where: str, seed: int, dtype:
                 f"{sum(widths)})"
             )
         make = partial(mixed, widths)
+        called = f"as mixed(widths), here mixed({tuple(widths)})"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -108,7 +128,7 @@ def _make(factory: Factory, widths: Sequence[int], where: str, seed: int, dtype:
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from error
         except Exception as error:
-            raise PlanError(f"{where} cannot be made: {first_line(error)}") from error
+            raise PlanError(f"{where} cannot be made, it is called {called}: {first_line(error)}") from error
     if not isinstance(module, nn.Module):
         raise PlanError(f"{where}: a torch.nn.Module is needed, the factory made a {type(module).__name__}")
     return module.to(dtype)
@@ -128,61 +148,10 @@ def _declared(module: nn.Module, widths: Sequence[int], where: str) -> tuple[int
             f"{where}: {type(batching).__name__} uses statistics of the batch, but a tower sees other samples on every rank than "
             "the model would: normalise each sample by itself (LayerNorm, RMSNorm)"
         )
-    _try(module, widths, where)
+    refuse_mixing(module, widths, where)
     vectors, width = declared
     assert isinstance(vectors, int) and isinstance(width, int)
     return vectors, width
-
-
-def _try(module: nn.Module, widths: Sequence[int], where: str) -> None:
-    parameter = next(module.parameters(), None)
-    dtype = parameter.dtype if parameter is not None else torch.float32
-    if parameter is not None and parameter.is_meta:
-        return
-    shape = (_ROWS, len(widths), widths[0]) if len(set(widths)) == 1 else (_ROWS, sum(widths))
-    was = {child: child.training for child in module.modules()}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        rows = torch.randn(shape, dtype=dtype)
-        if parameter is not None:
-            rows = rows.to(parameter.device)
-        try:
-            module.eval()
-            made = _run(module, rows, where)
-            few = _run(module, rows[:1], where)
-            _run(module, rows[:0], where)
-        finally:
-            for child, training in was.items():
-                child.training = training
-    if not torch.allclose(made[:1].double(), few.double(), rtol=1e-3, atol=1e-4, equal_nan=True):
-        raise PlanError(
-            f"{where}: what it makes of a row depends on the other rows, but a tower sees other samples on every rank than the "
-            "model would: let it work on each row by itself"
-        )
-
-
-_ROWS = 3
-
-
-def _run(module: nn.Module, rows: torch.Tensor, where: str) -> torch.Tensor:
-    count = rows.shape[0]
-    try:
-        made = module(rows)
-    except Exception as error:
-        raise PlanError(f"{where} does not run on {tuple(rows.shape)}: {first_line(error)}") from error
-    vectors, width = int(module.vectors), int(module.width)  # type: ignore[arg-type]
-    wanted = [(count, vectors * width), (count, vectors, width)]
-    if isinstance(module, PassedVectors):
-        return rows
-    if not isinstance(made, torch.Tensor) or tuple(made.shape) not in wanted:
-        got = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
-        raise PlanError(
-            f"{where}: {type(module).__name__} declares {vectors} vectors of width {width}, so of {tuple(rows.shape)} it must make "
-            f"{wanted[0]} or {wanted[1]}, it made {got}"
-        )
-    if made.dtype != rows.dtype:
-        raise PlanError(f"{where}: it takes {rows.dtype} and returns {made.dtype}, but rows travel in the type of the tables")
-    return made
 
 
 def _line(factory: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from ..plan import TowerPlan
 from ..resize import NewSizes, Unfit, apply_sizes
 from ..verify.deal import Layout
 from .choose import TowerModules, make_modules, refuse_widths
+from .holder import TowerHolder
 from .insert import Inserted, insert_at_sites, insert_expanded, kept_count, with_arguments
-from .modules import DLRMTower
+from .modules import DLRMTower, Factory
 from .preserve import keep_and_bring_back, seen_vectors, set_modules, set_resized
 from .record import EXPANSIONS, HOLDER, TowerVectors
 from .sites import each_vector, find_sites, one_vector
@@ -29,14 +30,17 @@ from .sized import Found, new_sizes
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
+_SHOWN = 4
+
 
 @dataclass(frozen=True)
 class TowerModel:
-    """The captured tower model, and what its towers' modules take and make.
+    """The captured tower model, and what its towers' modules take and make: ``vectors``, a :class:`TowerVectors` for each.
 
     ``way`` is "re-sized" or "expanded", ``why`` the reason for the latter; ``resized`` names the parameters and buffers that
     changed shape, with the old and the new one. ``kept`` tells of a warm start; ``redrawn`` are then the tensors that do not follow
-    from the old ones.
+    from the old ones. ``undrawn`` says of layers by name why their class could not draw them with their sizes: they are then drawn
+    from a normal distribution.
     """
 
     captured: Captured
@@ -46,6 +50,14 @@ class TowerModel:
     resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     redrawn: tuple[str, ...] = ()
     kept: bool = False
+    undrawn: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        towers = ", ".join(f"{sum(one.widths)} to {one.columns} columns" for one in self.vectors[:_SHOWN])
+        if len(self.vectors) > _SHOWN:
+            towers += ", ..."
+        kept = f", kept, {len(self.redrawn)} redrawn" if self.kept else ""
+        return f"TowerModel({self.way}, {len(self.vectors)} towers: {towers}; {len(self.resized)} resized{kept})"
 
 
 class Rebuilt(nn.Module):
@@ -90,9 +102,12 @@ class Task:
 
     def modules(self, names: Sequence[str]) -> tuple[tuple[TowerVectors, ...], dict[int, nn.Module]]:
         """The towers' modules for the lookups ``names``, on the device of the tables."""
-        lookups = self.lookups[True]
-        device = self.captured.root.get_parameter(lookups.tables[0].parameter).device
-        return make_modules(self.wanted, self.plan, lookups, names, self.seed, device)
+        return make_modules(self.wanted, self.plan, self.lookups[True], names, self.seed, self.home)
+
+    @property
+    def home(self) -> torch.device:
+        """The device of the tables."""
+        return self.captured.root.get_parameter(self.lookups[True].tables[0].parameter).device
 
 
 def tower_model(task: Task, *, expand: bool = False) -> TowerModel:
@@ -108,7 +123,7 @@ def tower_model(task: Task, *, expand: bool = False) -> TowerModel:
         if expand:
             raise Unfit("it was asked for")
         made = _resized(task)
-        if task.inputs is not None and not made.redrawn:
+        if task.inputs is not None:
             _check_kept(task, made)
         return made
     except Unfit as reason:
@@ -118,35 +133,67 @@ def tower_model(task: Task, *, expand: bool = False) -> TowerModel:
 def _check_kept(task: Task, made: TowerModel) -> None:
     """Try the warm start where it must be exact: with modules that keep all of their vectors, in more columns than these have.
 
+    What does not follow from the flat model's weights is zero in both models, so that all else is compared.
+
     Raises:
         Unfit: the model depends on how wide or how many its vectors are, or holds them in an order that weights cannot follow.
     """
-    captured, sample = task.captured, task.sample
+    sample = task.sample
     if sample is None or all(one.passes for one in made.vectors):
         return
-    width = made.vectors[0].width
-    most = max(-(-sum(one.widths) // width) for one in made.vectors)
-    padded = DLRMTower(1, 0, 2 * made.vectors[0].widths[0]) if kept_count(made.vectors) else DLRMTower(0, most + 1, width)
     try:
-        tried = _resized(replace(task, wanted=padded, inputs=sample))
+        tried = _resized(replace(task, wanted=_keeping_all(task, made.vectors), inputs=sample))
     except (Unfit, PlanError) as error:
         raise Unfit(f"a warm start could not be tried: {first_line(error)}") from error
-    roots = (captured.root, tried.captured.root)
-    if any(tensor.is_meta for tensor in captured.root.parameters()):
+    counting = [name for name in tried.redrawn if name not in made.redrawn]
+    if counting:
+        raise Unfit(f"a warm start does not carry over: '{counting[0]}' depends on how many vectors there are, and which")
+    if any(tensor.is_meta for tensor in task.captured.root.parameters()):
         return
-    results = []
-    for root in roots:
-        clone = clone_sharing_tensors(root, copy_buffers=True).eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            found = take_apart(clone(*deepcopy_values(sample[0]), **deepcopy_values(sample[1])))[0]
-        results.append([one for one in found if isinstance(one, torch.Tensor)])
-    for mine, its in zip(*results, strict=True):
-        scale = float(mine.double().abs().max()) if mine.numel() else 0.0
-        if mine.shape != its.shape or not torch.allclose(mine.double(), its.double(), rtol=1e-3, atol=1e-4 * max(scale, 1e-3)):
+    mine, its = (_results(root, sample, tried.redrawn) for root in (task.captured.root, tried.captured.root))
+    for one, other in zip(mine, its, strict=True):
+        if one.shape != other.shape or not _close(one.double(), other.double()):
             raise Unfit(
                 "a warm start does not carry over: the model depends on how wide its vectors are, or holds their columns in an "
                 "order that its weights cannot follow"
             )
+
+
+def _keeping_all(task: Task, vectors: Sequence[TowerVectors]) -> dict[int, Factory]:
+    """A module for each tower that keeps all of its columns and is laid out as the one in ``vectors`` is: in the place of each
+    feature or not, as wide as other towers' or not.
+    """
+    found: dict[int, Factory] = {}
+    widths = sorted({one.width for one in vectors})
+    widest = max(width for one in vectors for width in one.widths)
+    for one in vectors:
+        count = len(one.lookups)
+        if kept_count(vectors) and (one.equal_widths or not one.passes):
+            width = 2 * widest + widths.index(one.width)
+            found[one.tower] = DLRMTower(1, 0, width) if one.equal_widths else DLRMTower(0, count, width)
+        elif not one.passes:
+            more = -(-sum(one.widths) // one.width) + 1
+            # As many as there are features would be taken for one for each.
+            found[one.tower] = DLRMTower(0, more + (more == count), one.width)
+    return found
+
+
+def _results(root: nn.Module, sample: Inputs, left_out: Sequence[str]) -> list[torch.Tensor]:
+    clone = clone_sharing_tensors(root, copy_buffers=True).eval()
+    for name in left_out:
+        path, _, attribute = name.rpartition(".")
+        module = clone.get_submodule(path)
+        registry: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
+        registry[attribute] = torch.zeros_like(registry[attribute])
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        found = take_apart(clone(*deepcopy_values(sample[0]), **deepcopy_values(sample[1])))[0]
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+def _close(mine: torch.Tensor, its: torch.Tensor) -> bool:
+    finite = mine[mine.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(mine, its, rtol=1e-3, atol=1e-4 * max(scale, 1e-3), equal_nan=True)
 
 
 def _resized(task: Task) -> TowerModel:
@@ -207,7 +254,7 @@ def _resized_at(task: Task, found: Mapping[int, Found], together: bool) -> Tower
     root = clone_sharing_tensors(captured.root)
     old = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     norms = {name: shape for _, sizes in made.values() for name, shape in sizes.norms.items()}
-    apply_sizes(root, {name: shape for name, shape in tensors.items() if name not in constants}, norms, task.seed)
+    undrawn = apply_sizes(root, {name: shape for name, shape in tensors.items() if name not in constants}, norms, task.seed)
     for place, value in constants.items():
         _set(root, place, value)
     new = {name: tuple(tensor.shape) for name, tensor in (*root.named_parameters(), *root.named_buffers())}
@@ -221,9 +268,11 @@ def _resized_at(task: Task, found: Mapping[int, Found], together: bool) -> Tower
         kept = set_modules(modules, vectors, seen_vectors(inserted, captured.root, task.inputs), sites[0].sites[0].lookups)
         axes = {name: one for _, sizes in made.values() for name, one in sizes.axes.items()}
         redrawn = set_resized(root, values, axes, kept)
-    rebuilt = _rebuilt(captured, root, {key: inserted for key, (inserted, _) in made.items()}, modules, {})
+        undrawn = {path: why for path, why in undrawn.items() if any(name.rpartition(".")[0] == path for name in redrawn)}
+    holder = TowerHolder(modules, vectors, task.plan, task.home)
+    rebuilt = _rebuilt(captured, root, {key: inserted for key, (inserted, _) in made.items()}, holder, {})
     _try(rebuilt.root, task.sample)
-    return TowerModel(rebuilt, vectors, "re-sized", "", resized, tuple(redrawn), task.inputs is not None)
+    return TowerModel(rebuilt, vectors, "re-sized", "", resized, tuple(redrawn), task.inputs is not None, undrawn)
 
 
 def _try(root: nn.Module, sample: Inputs | None) -> None:
@@ -246,20 +295,20 @@ def _expanded(task: Task, why: str) -> TowerModel:
             "no lookup of the model makes one vector per sample, which is what tower modules take: compile without tower_module"
         )
     vectors, modules = task.modules(names)
-    home = captured.root.get_parameter(lookups[True].tables[0].parameter).device
     expansions: dict[int, nn.Module] = {}
     for one in vectors:
         if not one.passes:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(task.seed + one.tower)
                 dtype = lookups[True].lookup[one.lookups[0]].dtype
-                expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype).to(home)
+                expansions[one.tower] = nn.Linear(one.columns, sum(one.widths), dtype=dtype).to(task.home)
     graphs = {key: insert_expanded(flat, lookups[mode], vectors) for key, (mode, flat) in task.graphs.items()}
     if task.inputs is not None:
         for one, rows in zip(vectors, seen_vectors(next(iter(graphs.values())), captured.root, task.inputs), strict=True):
             if not one.passes:
                 keep_and_bring_back(modules[one.tower], expansions[one.tower], rows, one)
-    rebuilt = _rebuilt(captured, clone_sharing_tensors(captured.root), graphs, modules, expansions)
+    holder = TowerHolder(modules, vectors, task.plan, task.home)
+    rebuilt = _rebuilt(captured, clone_sharing_tensors(captured.root), graphs, holder, expansions)
     return TowerModel(rebuilt, vectors, "expanded", why, {}, (), task.inputs is not None)
 
 
@@ -267,15 +316,15 @@ def _rebuilt(
     captured: Captured,
     root: nn.Module,
     graphs: Mapping[int, Inserted],
-    modules: Mapping[int, nn.Module],
+    towers: TowerHolder,
     expansions: Mapping[int, nn.Module],
 ) -> Captured:
-    for holder, held in ((HOLDER, modules), (EXPANSIONS, expansions)):
-        if hasattr(root, holder):
-            raise PlanError(f"the model has an attribute '{holder}', which is the name for tower modules: rename it")
-        if held:
-            root.add_module(holder, nn.ModuleDict({str(number): module for number, module in held.items()}))
-            getattr(root, holder).train(root.training)
+    behind = nn.ModuleDict({str(number): module for number, module in expansions.items()})
+    for name, held in ((HOLDER, towers), (EXPANSIONS, behind)):
+        if hasattr(root, name):
+            raise PlanError(f"the model has an attribute '{name}', which is the name for tower modules: rename it")
+        if len(held):
+            root.add_module(name, held.train(root.training))
     made = {key: graph_module_over(root, one.graph, one.extras, "TowerModel") for key, one in graphs.items()}
     by_mode = {mode: made[id(flat)] for mode, flat in captured.graphs.items()}
     rebuilt = Rebuilt(root, by_mode)

@@ -2,7 +2,8 @@
 
 A module takes the vectors of a tower's features, (rows, features, width), or (rows, sum of widths) where these differ, and returns
 (rows, ``vectors`` * ``width``) or (rows, ``vectors``, ``width``), both of which it declares as attributes. The interaction sees
-that many vectors of that width in the place of the features.
+that many vectors of that width in the place of the features. For a warm start it has a method ``set_linear(matrix)``, called under
+``no_grad``: it then computes ``matrix @ x``, (vectors * width, columns of the features) times the columns x.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from ..errors import PlanError
 
 Factory = Callable[[int, int], nn.Module]
-"""Makes the module of one tower from its number of features and their width."""
+"""Makes the module of one tower from its number of features and their width, given in this order."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,10 @@ class DLRMTowerLayer(nn.Module):
                 own = matrix[: self.width, : self.each.in_features]
                 times = matrix.shape[1] // self.each.in_features
                 if self.together is not None or not torch.equal(torch.block_diag(*[own] * times), matrix):
-                    raise PlanError("DLRMTower keeps a trained model's vectors with c=1 and p=0, or with c=0 only")
+                    raise PlanError(
+                        "DLRMTower keeps a trained model's vectors with c=1 and p=0, or with c=0, only: use one of these, or "
+                        "init='layer'"
+                    )
                 self.each.weight.copy_(own)
                 self.each.bias.zero_()
             elif self.together is not None:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..errors import PlanError
+from ..errors import PlanError, first_line
 from ..graphs import copy_graph, graph_module_over
 from ..resize import Segment
-from .insert import Inserted, kept_count
+from .insert import Inserted, kept_count, pieces_of
 from .record import TowerVectors
+from .tries import expected_matrix, refuse_other_values
 
 
 class Kept:
@@ -34,51 +35,61 @@ def set_modules(
     """Let tower modules keep as much of the vectors ``seen``, one (rows, vectors, width) or (rows, columns) each, as they can.
 
     Raises:
-        PlanError: a module has no method ``set_linear(matrix)``, or cannot compute a linear map.
+        PlanError: a module has no method ``set_linear(matrix)``, or does not compute ``matrix @ x`` behind it.
     """
-    even = all(one.equal_widths for one in vectors) and len({one.widths[0] for one in vectors}) == 1
+    alike = all(one.equal_widths for one in vectors) and len({one.widths[0] for one in vectors}) == 1
+    made = {one.width for one in vectors}
     each = None
-    if even:
-        rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen])
-        made = {one.width for one in vectors if not one.passes} or {vectors[0].widths[0]}
-        each = largest(rows, made.pop())
-    if even and kept_count(vectors):
-        assert each is not None
-        for one in vectors:
-            if not one.passes:
-                _set(modules[one.tower], torch.block_diag(*[each] * len(one.lookups)), one)
-        return Kept(each, None)
-    blocks = {}
+    if alike and len(made) == 1:
+        each = largest(torch.cat([x.reshape(-1, x.shape[-1]) for x in seen]), *made)
+    one_for_each = kept_count(vectors)
+    blocks = []
     for one, rows in zip(vectors, seen, strict=True):
-        flat = rows.flatten(1)
-        blocks[one.tower] = torch.eye(flat.shape[1], dtype=flat.dtype) if one.passes else largest(flat, one.columns)
-        if not one.passes:
-            _set(modules[one.tower], blocks[one.tower], one)
-    place = {name: number for number, name in enumerate(order)}
+        if one.passes:
+            blocks.append(torch.eye(sum(one.widths), dtype=rows.dtype))
+            continue
+        if one_for_each and one.equal_widths:
+            own = largest(rows.reshape(-1, one.widths[0]), one.width) if each is None else each
+            blocks.append(torch.block_diag(*[own] * len(one.lookups)))
+        else:
+            blocks.append(largest(rows.flatten(1), one.columns))
+        _set(modules[one.tower], blocks[-1], one)
+    if one_for_each and each is not None:
+        return Kept(each, None)
+    # Rows as the interaction gets them, columns as it has them.
     widths = {name: width for one in vectors for name, width in zip(one.lookups, one.widths, strict=True)}
     starts, total = {}, 0
-    for name in sorted(place, key=place.__getitem__):
+    for name in order:
         starts[name] = total
         total += widths[name]
-    every = torch.zeros(sum(one.columns for one in vectors), total, dtype=seen[0].dtype)
-    first = 0
-    for one in vectors:
-        start = 0
-        for name, width in zip(one.lookups, one.widths, strict=True):
-            every[first : first + one.columns, starts[name] : starts[name] + width] = blocks[one.tower][:, start : start + width]
-            start += width
-        first += one.columns
-    return Kept(each, every)
+    apart = []
+    for one, block in zip(vectors, blocks, strict=True):
+        spread = torch.zeros(len(block), total, dtype=block.dtype)
+        columns = [starts[name] + column for name in one.lookups for column in range(widths[name])]
+        spread[:, columns] = block
+        apart.append(spread)
+    every = [apart[number][start : start + width] for number, start, width in pieces_of(vectors, order)]
+    return Kept(each, torch.cat(every))
 
 
 def _set(module: nn.Module, matrix: torch.Tensor, one: TowerVectors) -> None:
+    where = f"init='preserve': set_linear of {type(module).__name__}, tower {one.tower} ({', '.join(one.lookups[:3])}"
+    where += ", ...)" if len(one.lookups) > 3 else ")"
     setter: Any = getattr(module, "set_linear", None)
     if setter is None:
         raise PlanError(
             f"init='preserve': {type(module).__name__} of tower {one.tower} has no method set_linear(matrix), which makes it "
-            f"compute matrix @ x for the ({matrix.shape[1]},) columns of its features: add one, or use init='layer'"
+            f"compute matrix @ x for the columns x of its features. {expected_matrix(matrix, one)}: add one, or use init='layer'"
         )
-    setter(matrix)
+    try:
+        with torch.no_grad():
+            # It may write to what it is given.
+            setter(matrix.clone())
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+    except Exception as error:
+        raise PlanError(f"{where}, raises {first_line(error)}. {expected_matrix(matrix, one)}") from error
+    refuse_other_values(module, matrix, one, where)
 
 
 def keep_and_bring_back(module: nn.Module, expansion: nn.Module, rows: torch.Tensor, one: TowerVectors) -> None:
@@ -100,11 +111,19 @@ def largest(rows: torch.Tensor, count: int) -> torch.Tensor:
 
     Where ``count`` is no less than the columns, all of them as they are, and zeros. Signs are such that no row's sum is negative: a
     dense vector that joins has often come through a ReLU, which cuts off what is negative of its re-sized layer.
+
+    Raises:
+        PlanError: some of ``rows`` are not finite.
     """
     columns = rows.shape[1]
     if count >= columns:
         return torch.eye(count, columns, dtype=rows.dtype)
     wide = rows.double()
+    if not bool(wide.isfinite().all()):
+        raise PlanError(
+            "init='preserve': among the vectors that example_inputs look up are some that hold NaN or infinite values, of which no "
+            "largest part can be kept: look at the tables' values"
+        )
     # Few columns, many rows.
     _, vectors = torch.linalg.eigh(wide.mT @ wide)
     kept = vectors.flip(1)[:, :count].mT
@@ -137,11 +156,6 @@ def set_resized(
     Returns the names of those that do not follow by linear algebra: they are drawn as their layer's class draws them.
     """
     left = []
-    with torch.no_grad():
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            # A layer's other tensors were drawn again with those that changed.
-            if name in old and name not in axes and tensor is not old[name] and tensor.shape == old[name].shape:
-                tensor.copy_(old[name])
     for name, made_of in axes.items():
         value: torch.Tensor | None = old[name].detach()
         spread = _spreads(root, name)

@@ -16,11 +16,12 @@ from ..runtime.select import Bag, JaggedIds, ReadIds, split_bags
 from ..stage import Stage
 from .certificate import Certificate, Check
 from .cluster import Inputs, simulate
-from .compare import bits_differ, cancellation, excess, furthest, furthest_change, tensors_in, tolerance
+from .compare import bits_differ, cancellation, excess, furthest, furthest_change, tolerance
 from .copies import Copies, Gradients, dense
 from .exact import exact_difference, refuse_other_reads
 from .layout import check_layout
 from .precision import TypesSeen
+from .reference import Reference, objectives
 from .sizes import SizesSeen, wrong_size
 from .surgery import cut_at, cut_at_names, made_outputs, refuse_other_layers, with_given
 from .tower_outputs import Columns, by_tower, column_nodes, largest_difference, towers_draw, watch_columns
@@ -37,7 +38,7 @@ class Verifier:
     """The checks behind :meth:`TowerProgram.verify`.
 
     The reference is the user's own forward, or that of the tower model, on every rank's own samples, of which there are ``sizes``;
-    the objective is the mean over ranks.
+    the objective is the mean over ranks. ``names`` are those of forward's arguments.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Verifier:
         inputs: Inputs,
         sizes: Sequence[int],
         seed: int,
+        names: Sequence[str] = (),
     ) -> None:
         self.stages = stages
         # With tower modules the program is to compute what the tower model does.
@@ -57,6 +59,7 @@ class Verifier:
         self._seen = SizesSeen()
         self.inputs = inputs
         self.sizes = tuple(sizes)
+        self._model = Reference(self.flat, inputs, self.sizes, seed, names)
         self._reference = "model" if self.moved else "flat"
         self._exchanging = tuple(name for name in _EXCHANGING if name in stages)
         meta = next((name for name, tensor in _state(self.flat.root) if tensor.is_meta), None)
@@ -130,23 +133,7 @@ class Verifier:
         """The user's forward on every rank's samples."""
         copies = self._copies()
         with torch.no_grad():
-            return self._flat_outputs(copies)
-
-    def _flat_outputs(self, copies: Copies) -> list[Any]:
-        outputs = []
-        for rank, (args, kwargs) in enumerate(self.inputs):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.seed + rank)
-                try:
-                    outputs.append(copies.roots[rank](*args, **kwargs))
-                except Exception as error:
-                    if not isinstance(error, DmtError) and self.sizes[rank] == 0:
-                        raise InputError(
-                            f"the flat model does not run on no samples, which is what rank {rank} gets of this batch "
-                            f"({type(error).__name__}: {error}): verify with at least {self.world} samples"
-                        ) from error
-                    raise
-        return outputs
+            return self._model.outputs(copies)
 
     def outputs(self, name: str, expected: Sequence[Any]) -> tuple[bool, str]:
         copies = self._copies()
@@ -310,7 +297,7 @@ class Verifier:
         """Rank by rank; the sums over the ranks of the absolute gradients, which say how large the terms were."""
         terms: dict[str, torch.Tensor] = {}
         total: dict[str, torch.Tensor] = {}
-        for objective in self._objectives(self._flat_outputs(flat)):
+        for objective in objectives(self._model.outputs(flat), self.seed):
             if objective is None:
                 continue
             flat.clear()
@@ -329,33 +316,12 @@ class Verifier:
 
     def _program_backward(self, name: str, program: Copies) -> None:
         outputs = simulate(self.stages[name], self.inputs, program.roots, self.seed)
-        objectives = [one for one in self._objectives(outputs) if one is not None]
-        torch.stack(objectives).sum().backward()
+        torch.stack([one for one in objectives(outputs, self.seed) if one is not None]).sum().backward()
         tables = set(self.flat.lookups.shards) if name != "towers" else set()
         for parameter_name, parameter in program.parameters.items():
             # What the dense gradient synchronisation does on real ranks; tables are scaled in the graph.
             if parameter_name not in tables and parameter.grad is not None:
                 parameter.grad /= self.world
-
-    def _objectives(self, outputs: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Of every rank, <output, random cotangent>; None where no output can be trained."""
-        generator = torch.Generator().manual_seed(self.seed)
-        objectives: list[torch.Tensor | None] = []
-        for output in outputs:
-            terms = []
-            for _, tensor in tensors_in(output):
-                if tensor.is_complex():
-                    tensor = torch.view_as_real(tensor.resolve_conj())
-                if not tensor.dtype.is_floating_point:
-                    continue
-                # Drawn whether or not it is needed, so that all stages get the same ones.
-                cotangent = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device, tensor.dtype)
-                if tensor.requires_grad:
-                    terms.append((tensor * cotangent).sum().double())
-            objectives.append(torch.stack(terms).sum() if terms else None)
-        if all(objective is None for objective in objectives):
-            raise InputError("no output of the model depends on a trainable parameter, so there is no gradient to compare")
-        return objectives
 
     @cached_property
     def _bags(self) -> list[dict[str, Bag]]:
