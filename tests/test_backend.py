@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="dmt")`` on real ranks: the flat model's results, gradients and training, whatever Dynamo makes of it."""
+"""``torch.compile(model, backend="dmt")`` on real ranks: the flat model's results, gradients and training."""
 
 from __future__ import annotations
 
@@ -91,17 +91,16 @@ def test_every_style_trains_as_one_process(ranks: Ranks, name: str) -> None:
 
 AOT = [
     ("per field", (2, 2), False, True),
-    ("bags", (4, 2), False, False),
+    ("bags", (4, 1), False, False),
     ("offsets", (2, 2), True, False),
-    ("chained", (2, 2), False, False),
-    ("field major", (2, 2), False, False),
-    ("bags of parts", (2, 1), False, True),
+    ("chained", (2, 1), False, False),
+    ("field major", (2, 2), False, True),
 ]
 
 
 @pytest.mark.parametrize(("name", "grid", "empty", "free"), AOT)
 def test_compiled_backward(ranks: Ranks, name: str, grid: tuple[int, int], empty: bool, free: bool) -> None:
-    """Forward and backward as one graph each, over hosts and ranks that are not as many, with empty batches and ranks without tables."""
+    """Forward and backward as one graph each, with empty batches and ranks without tables."""
     topology = Topology(*grid)
     whole = sum(p.numel() for p in CASES[name].build().parameters())
     held = []

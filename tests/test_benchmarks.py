@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compile-steps", "stages", "memory", "overhead"])
+@pytest.mark.parametrize("name", ["compile-steps", "stages", "memory", "overhead", "backend"])
 def test_a_benchmark_runs(name: str) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

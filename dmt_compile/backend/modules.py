@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ..runtime.base import Traffic
 from ..runtime.gradients import scale_gradient
 from ..runtime.ids import IdSizes
 from ..runtime.select import Bag
-from ..runtime.tables import Read, _pool
+from ..runtime.tables import _pool
 from .operators import bags, request, sizes, step_of
 
 
@@ -129,7 +130,7 @@ class Lookups(nn.Module):
         weighted = own.exchange.weighted_per_rank[rank]
         parts: dict[int, torch.Tensor] = {}
         if weighted and routed.weights is not None:
-            runs = routed.weights.split([len(routed.bags[3 * bag]) for bag in weighted])
+            runs = routed.weights.split([routed.bags[3 * bag].shape[0] for bag in weighted])
             parts = dict(zip(weighted, runs, strict=True))
         columns = [
             self._columns(lookup, weight, routed.bags[3 * bag : 3 * bag + 3], parts.get(bag)).to(self.dtype)
@@ -143,7 +144,8 @@ class Lookups(nn.Module):
             made = torch.zeros(rows, 0, dtype=self.dtype, device=like.device if like is not None else own.context.device)
         if anchor is not None:
             made = take_part(made, anchor)
-        if not columns and routed.weights is not None and routed.weights.requires_grad:
+        if routed.weights is not None and routed.weights.requires_grad:
+            # Also where none of this rank's lookups is weighted: gradients of weights are exchanged, too.
             made = take_part(made, routed.weights)
         return scale_gradient(made, 1.0, float(len(routed.batch_sizes)))
 
@@ -153,8 +155,10 @@ class Lookups(nn.Module):
         ids, offsets, places = bag
         held = weight if lookup.grad else weight.detach()
         if lookup.pooling != "rows":
-            return _pool(Read(lookup, SimpleNamespace(weight=held), "weight", 0, 0), Bag(ids, offsets, weights))  # type: ignore[arg-type]
-        rows = nn.functional.embedding(ids, held, lookup.padding_idx, sparse=lookup.sparse).to(lookup.dtype)
+            read: Any = SimpleNamespace(lookup=replace(lookup, sparse=False), weight=held, shift=0)
+            return _pool(read, Bag(ids, offsets, weights))
+        # Gradients are dense: a sparse one has as many rows as there are ids, which no compiled graph knows.
+        rows = nn.functional.embedding(ids, held, lookup.padding_idx).to(lookup.dtype)
         # A row for each bag of one id; none for those that only fill up the round.
         return rows.new_zeros(offsets.shape[0] - 1, lookup.dim).index_copy(0, places, rows)
 
