@@ -13,6 +13,7 @@ BENCHMARKS = {
     "stages": "stages",
     "memory": "memory",
     "overhead": "overhead",
+    "torch-compile": "torch_compile",
 }
 
 

@@ -16,6 +16,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .backend import Explanation, explain
     from .plan import Tower, TowerPlan
     from .program import TowerProgram, towerize
     from .runtime.rank_module import RankModule
@@ -31,12 +32,14 @@ _HOMES = {
     "Check": "verify.certificate",
     "CrossTower": "towers.modules",
     "DLRMTower": "towers.modules",
+    "Explanation": "backend",
     "PassThrough": "towers.modules",
     "RankModule": "runtime.rank_module",
     "Topology": "topology",
     "Tower": "plan",
     "TowerPlan": "plan",
     "TowerProgram": "program",
+    "explain": "backend",
     "towerize": "program",
 }
 
@@ -62,6 +65,7 @@ __all__ = [
     "DependencyError",
     "DistributedError",
     "DmtError",
+    "Explanation",
     "InputError",
     "PassError",
     "PassThrough",
@@ -73,5 +77,6 @@ __all__ = [
     "TowerPlan",
     "TowerProgram",
     "VerificationError",
+    "explain",
     "towerize",
 ]

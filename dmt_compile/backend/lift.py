@@ -1,0 +1,98 @@
+"""From the graph that Dynamo makes, in which parameters are arguments, to one over a module tree that holds them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..graphs import NO_GRAD, cut_gradients, graph_module_over
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """``flat`` runs over ``root``, whose parameters are the user's own.
+
+    ``arguments`` are the placeholders of Dynamo's graph in order: their names, and of parameters the names in ``root`` (else None).
+    """
+
+    flat: fx.GraphModule
+    root: nn.Module
+    arguments: tuple[tuple[str, str | None], ...]
+
+
+def lift(module: fx.GraphModule) -> Lifted:
+    """Give the parameters of a graph of Dynamo's a module tree: an nn.Module with the names that they have in the user's model."""
+    root = nn.Module()
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    arguments: list[tuple[str, str | None]] = []
+    taken: set[str] = set()
+    for node in module.graph.nodes:
+        held = _example(node) if node.op == "placeholder" else None
+        if isinstance(held, nn.Parameter):
+            name = _register(root, _path(node), held, taken)
+            arguments.append((node.name, name))
+            copies[node] = graph.create_node("get_attr", name, name=node.name)
+            copies[node].meta.update(node.meta)
+        else:
+            if node.op == "placeholder":
+                arguments.append((node.name, None))
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    for name, child in module._modules.items():
+        # Bodies of operators that have graphs of their own.
+        root._modules.setdefault(name, child)
+    _without_switches(graph)
+    return Lifted(graph_module_over(root, graph, {}, "Flat"), root, tuple(arguments))
+
+
+def _example(node: fx.Node) -> Any:
+    given = node.meta.get("grapharg")
+    try:
+        return given.example if given is not None else None
+    except AssertionError:
+        # A tensor that lives no more.
+        return None
+
+
+_STEPS = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
+_INSIDE = ("_modules", "_parameters", "_buffers")
+
+
+def _path(node: fx.Node) -> str:
+    """How the user's model calls a parameter, from where Dynamo has found it: L['self']._modules['top']._parameters['weight']."""
+    source: str = node.meta["grapharg"].source.name
+    steps = [a or b or c for a, b, c in _STEPS.findall(source.partition("]")[2])]
+    names = [re.sub(r"\W", "_", step) for step in steps if step not in _INSIDE]
+    return ".".join(names) or node.name
+
+
+def _register(root: nn.Module, path: str, parameter: nn.Parameter, taken: set[str]) -> str:
+    unused, number = path, 1
+    while unused in taken:
+        number += 1
+        unused = f"{path}_{number}"
+    taken.add(unused)
+    *outer, name = unused.split(".")
+    owner = root
+    for step in outer:
+        if not isinstance(owner._modules.get(step), nn.Module):
+            owner.add_module(step, nn.Module())
+        owner = owner.get_submodule(step)
+    owner.register_parameter(name, parameter)
+    return unused
+
+
+def _without_switches(graph: fx.Graph) -> None:
+    """Gradients are switched off by nodes that stand between others; what is moved past one would run otherwise."""
+    off = False
+    for node in list(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            off = not node.args[0]
+            graph.erase_node(node)
+        elif off and node.op not in ("placeholder", "get_attr", "output"):
+            node.meta[NO_GRAD] = True
+    cut_gradients(graph)
