@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import torchrec_inputs, torchrec_model
 from plain_models import CASES
 from ranks import Ranks
 from torch import nn
@@ -86,6 +87,33 @@ def test_every_style_trains_as_one_process(ranks: Ranks, name: str) -> None:
     for equal, worst, apart, moved, rewritten, _ in ranks(2, train, name, "eager", Topology(2, 1), False, False):
         assert equal[0] and rewritten >= 1 and moved
         assert worst <= tolerance and apart <= tolerance
+
+
+def train_torchrec() -> tuple[bool, float, int]:
+    """Runs on a rank: TorchRec's DLRM, whose KeyedJaggedTensor Dynamo takes apart into lookups feature by feature."""
+    fresh()
+    model = torchrec_model("DLRM")
+    flat = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend.dmt, options={"topology": Topology(2, 1), "inner": "eager"})
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, flat)]
+    equal = True
+    for step in range(2):
+        for one in optimizers:
+            one.zero_grad()
+        found = compiled(*torchrec_inputs(4 + step + dist.get_rank()))
+        expected = [flat(*torchrec_inputs(4 + step + rank)) for rank in range(2)]
+        equal = equal and (step > 0 or torch.equal(found, expected[dist.get_rank()]))
+        loss(found).backward()
+        (torch.stack([loss(one) for one in expected]).sum() / 2).backward()
+        for one in optimizers:
+            one.step()
+    state = backend.full_state_dict(compiled)
+    return equal, max(float((state[key] - value).abs().max()) for key, value in flat.state_dict().items()), counted.rewritten
+
+
+def test_torchrec(ranks: Ranks) -> None:
+    for equal, apart, rewritten in ranks(2, train_torchrec):
+        assert equal and apart <= 2e-6 and rewritten >= 1
 
 
 AOT = [

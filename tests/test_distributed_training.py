@@ -53,7 +53,7 @@ def train_on_ranks(name: str, grid: tuple[int, int, int], optimizer_name: str) -
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize(("name", "grid"), [("two collections", (4, 2, 2)), ("DLRM_DCN train", (2, 4, 2))])
+@pytest.mark.parametrize(("name", "grid"), [("two collections", (3, 2, 3)), ("DLRM_DCN train", (2, 3, 2))])
 def test_steps_equal_one_process(ranks: Ranks, name: str, optimizer_name: str, grid: tuple[int, int, int]) -> None:
     found = ranks(grid[0] * grid[1], train_on_ranks, name, grid, optimizer_name)
     model = build(name)
