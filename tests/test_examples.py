@@ -64,10 +64,10 @@ def test_train_dlrm_under_torchrun() -> None:
 @pytest.mark.multi_rank
 def test_compile_plain_under_torchrun() -> None:
     script = str(ROOT / "examples" / "compile_plain.py")
-    small = ("--hosts", "2", "--steps", "21", "--inner", "aot_eager")
+    small = ("--hosts", "2", "--steps", "11", "--inner", "eager")
     output = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script, *small)
     losses = _losses(output)
-    assert len(losses) == 3
+    assert len(losses) == 2
     assert losses[-1] < losses[0]
     assert output.count("tensors loaded into the flat model") == 1
     assert "1 graph of Dynamo's: 1 with lookups that owners serve" in _run(script, "--explain")
