@@ -21,10 +21,9 @@ from ..topology import Topology, TowerGrid
 from .averaging import module_being_compiled
 from .lift import Lifted, lift
 from .options import Options
-from .owners import Ranks, plan_for
+from .owners import RANKS, Ranks, plan_for
 from .records import find_lookups
 from .rewrite import ANCHOR, rewritten
-from .state import _RANKS
 
 logger = logging.getLogger("dmt_compile")
 _ALONE = "backend 'dmt': there is one rank (no process group of several), so nothing is exchanged: lookups run on this device"
@@ -202,14 +201,14 @@ def _ranks(options: Options) -> Ranks:
     world = dist.group.WORLD
     assert world is not None
     key = (id(world), topology, grid.towers, options.timeout)
-    if key not in _RANKS:
+    if key not in RANKS:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         timeout = timedelta(seconds=float(options.timeout)) if options.timeout else timeout_of(world, device)  # type: ignore[arg-type]
         groups = TowerGroups.create(world, grid, timeout, 0)
         dense = dist.new_group(list(range(dist.get_world_size())), timeout=timeout, group_desc="dmt:dense")
         anchor = torch.zeros((), device=device, requires_grad=True)
-        _RANKS[key] = Ranks(world, groups, dense, dist.get_rank(), anchor)
-    return _RANKS[key]
+        RANKS[key] = Ranks(world, groups, dense, dist.get_rank(), anchor)
+    return RANKS[key]
 
 
 def _allow_sizes_from_data() -> None:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..lookups import Lookup, LookupOutput, Table
+from ..lookups import Lookup, LookupOutput
 from ..runtime.base import Traffic
 from ..runtime.gradients import scale_gradient
 from ..runtime.ids import IdSizes
 from ..runtime.select import Bag
-from ..runtime.tables import _pool
+from ..runtime.tables import pool
 from .operators import bags, request, sizes, step_of
 
 
@@ -114,14 +114,11 @@ class Bags(nn.Module):
 class Lookups(nn.Module):
     """This rank's own lookups for the samples of all ranks; tables are arguments, as they are in Dynamo's graphs."""
 
-    def __init__(
-        self, step: int, lookups: Sequence[Lookup], bag_of: Sequence[int], tables: dict[str, Table], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, step: int, lookups: Sequence[Lookup], bag_of: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
         self.step = step
         self.lookups = tuple(lookups)
         self.bag_of = tuple(bag_of)
-        self.tables = tables
         self.dtype = dtype
 
     def forward(self, routed: Routed, anchor: torch.Tensor | None, *weights: torch.Tensor) -> torch.Tensor:
@@ -156,7 +153,7 @@ class Lookups(nn.Module):
         held = weight if lookup.grad else weight.detach()
         if lookup.pooling != "rows":
             read: Any = SimpleNamespace(lookup=replace(lookup, sparse=False), weight=held, shift=0)
-            return _pool(read, Bag(ids, offsets, weights))
+            return pool(read, Bag(ids, offsets, weights))
         # Gradients are dense: a sparse one has as many rows as there are ids, which no compiled graph knows.
         rows = nn.functional.embedding(ids, held, lookup.padding_idx).to(lookup.dtype)
         # A row for each bag of one id; none for those that only fill up the round.

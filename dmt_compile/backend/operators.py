@@ -17,7 +17,7 @@ from ..exchange import IdExchange
 from ..lookups import IdSource
 from ..runtime.announce import FAILED, NUMBERS, count_announcement
 from ..runtime.base import Progress, RankContext
-from ..runtime.ids import CountIds, _regroup
+from ..runtime.ids import CountIds, regroup
 from ..runtime.select import JaggedIds, ReadIds, SelectIds
 
 TOLD = NUMBERS + 1
@@ -149,13 +149,13 @@ def bags(lengths: torch.Tensor, values: torch.Tensor, batch_sizes: Sequence[int]
     ]
     blocks = torch.stack([part.sum(dim=1) for part in by_sender])
     by_feature = torch.cat(by_sender, dim=1)
-    regrouped = _regroup(values, blocks).long()
+    regrouped = regroup(values, blocks).long()
     found: list[torch.Tensor] = []
     for own_lengths, ids in zip(by_feature, regrouped.split(by_feature.sum(dim=1).tolist()), strict=True):
         offsets = torch.nn.functional.pad(own_lengths.cumsum(0), (1, 0))
         found += [ids.clone(), offsets, torch.repeat_interleave(own_lengths, output_size=len(ids))]
     counts = blocks[:, list(weighted)]
-    return [*found, _regroup(torch.arange(int(counts.sum()), device=values.device), counts).clone()]
+    return [*found, regroup(torch.arange(int(counts.sum()), device=values.device), counts).clone()]
 
 
 @bags.register_fake

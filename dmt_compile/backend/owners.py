@@ -43,6 +43,10 @@ class Ranks:
         return found
 
 
+RANKS: dict[object, Ranks] = {}
+"""Those of this process, by process group and what the user asked for."""
+
+
 def plan_for(lookups: LookupSet, known: Mapping[str, int], options: tuple[object, ...]) -> TowerPlan:
     """A plan in which tables whose owner is ``known``, by name, stay where they are. ``options``: topology, towers, partition."""
     topology, towers, partition = options

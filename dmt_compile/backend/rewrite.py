@@ -135,7 +135,7 @@ class _Writer:
         anchor = self.anchor if training else None
         routed = self.values[node.args[0]]  # type: ignore[index]
         step = self.rounds[_round_of(node)].step
-        lookups = Lookups(step, module.lookups[rank], module.bag_of[rank], tables, module.dtype)
+        lookups = Lookups(step, module.lookups[rank], module.bag_of[rank], module.dtype)
         self._add(node, lookups, routed, anchor, *(self.parameters[tables[x.table].parameter] for x in lookups.lookups))
 
     def _output(self, node: fx.Node, module: MakeOutput) -> None:

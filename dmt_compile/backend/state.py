@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import DistributedError
-from .owners import Ranks
-
-_RANKS: dict[object, Ranks] = {}
+from .owners import RANKS, Ranks
 
 
 def _owner(parameter: torch.Tensor) -> tuple[Ranks, int] | None:
-    for ranks in _RANKS.values():
+    for ranks in RANKS.values():
         rank = ranks.owned(parameter)
         if rank is not None:
             return ranks, rank
@@ -113,8 +111,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     ids = {id(parameter) for parameter in owned}
     shared = [parameter for parameter in parameters if id(parameter) not in ids]
     parts = []
-    if _RANKS:
-        ranks = next(iter(_RANKS.values()))
+    if RANKS:
+        ranks = next(iter(RANKS.values()))
         device = parameters[0].device if parameters else torch.device("cpu")
         norms = torch.zeros(ranks.group.size(), device=device)
         norms[ranks.rank] = nn.utils.get_total_norm(_gradients(owned), norm_type) if owned else 0.0

@@ -198,10 +198,10 @@ class UnpackIds(_IdStep):
         ]
         by_feature = torch.cat(by_sender, dim=1)
         blocks = torch.stack([part.sum(dim=1) for part in by_sender])
-        values = _regroup(values, blocks)
+        values = regroup(values, blocks)
         if weights is not None:
             self._count(weights, sizes)
-            weights = _regroup(weights, blocks[:, list(weighted)])
+            weights = regroup(weights, blocks[:, list(weighted)])
         bags = split_bags(values.long(), by_feature, weights, weighted)
         return GlobalBags(bags, sizes.batch_sizes, weights, values.device)
 
@@ -213,7 +213,7 @@ class UnpackIds(_IdStep):
             self.context.traffic.add(*sent)
 
 
-def _regroup(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def regroup(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """(senders, features) -> (features, senders), for blocks of ids of ``blocks`` lengths."""
     senders, features = blocks.shape
     if senders == 1 or features <= 1:

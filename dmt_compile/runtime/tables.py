@@ -55,7 +55,7 @@ class _PooledReader:
         for group in self._groups:
             reads = [self.reads[index] for index in group]
             found = [bags[read.bag] for read in reads]
-            made = _rows(reads, found) if reads[0].lookup.gathers else [_pool(reads[0], found[0])]
+            made = _rows(reads, found) if reads[0].lookup.gathers else [pool(reads[0], found[0])]
             columns.update(zip(group, made, strict=True))
         return [columns[index] for index in range(len(self.reads))]
 
@@ -137,7 +137,8 @@ def pool_sequence(rows: torch.Tensor, pooling: Pooling) -> torch.Tensor:
     return rows.amax(1) if pooling == "amax" else rows.max(1).values
 
 
-def _pool(read: Read, bag: Bag) -> torch.Tensor:
+def pool(read: Read, bag: Bag) -> torch.Tensor:
+    """The bags of one lookup, pooled: (bags, dim), in the type of the lookup."""
     lookup = read.lookup
     pooled = nn.functional.embedding_bag(
         _shifted(bag.values, read.shift),
