@@ -135,6 +135,7 @@ def _analyse(
         if replicated:
             listed = ", ".join(list(replicated)[:4]) + (", ..." if len(replicated) > 4 else "")
             warnings.warn(f"{len(replicated)} tables stay on every rank ({listed}): {why}(...)", stacklevel=4)
+    replicated.update(plain_calls.no_parameters(flat))
     if not lookups.lookups and not replicated:
         _refuse(flat)
     layout = replace(layout, per_sample=_per_sample(flat.graph, layout))
@@ -182,12 +183,12 @@ def left_flat(replicated: Mapping[str, str]) -> str:
 
 
 def _refuse(flat: fx.GraphModule) -> NoReturn:
-    places = plain_calls.unregistered(flat) or plain_calls.kept_aside(flat)
+    places = plain_calls.kept_aside(flat)
     if places:
         listed = ", ".join(places[:_MOST_REASONS]) + (", ..." if len(places) > _MOST_REASONS else "")
         raise CaptureError(
-            f"{listed}: ids are looked up in a tensor that is no parameter of the model, so that no optimizer and no rank would "
-            "ever have it: register the table (an nn.Embedding in a plain list or dict belongs in a ModuleList or ModuleDict)"
+            f"{listed}: ids are looked up in a tensor that is no parameter of the model, in a layer that could not be traced: "
+            "register the table (an nn.Embedding in a plain list or dict belongs in a ModuleList or ModuleDict)"
         )
     selections = plain_calls.rows_of_computed(flat)
     if selections:

@@ -218,7 +218,7 @@ def test_a_model_with_example_inputs(file: str, capsys: pytest.CaptureFixture[st
     text = " ".join(out.split())
     # The lookup with its style and line, the replicated table and the leaf with their reasons.
     assert re.search(r"item +1 +20 +5 ids: rows +.*user_model\.py:\d+", out)
-    assert "position.weight, 80 B" in lines[lines.index("Replicated: 1 table on every rank, as dense parameters") + 2]
+    assert "position.weight, 80 B" in lines[lines.index("Replicated: 1 table on every rank") + 2]
     assert "80 B on each of 6 ranks; at most 80 B of gradients all-reduced in every step" in text
     assert "its ids are of shape (5,) for any number of samples" in text
     assert "Kept whole: 1 submodule that could not be traced top" in text

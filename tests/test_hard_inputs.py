@@ -163,23 +163,6 @@ def test_a_loop_over_features() -> None:
     assert certificate.passed, str(certificate)
 
 
-class InADict(nn.Module):
-    """A table that no optimizer would ever see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables, self.top = {"a": nn.Embedding(BIG, 3)}, nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.top(self.tables["a"](x))
-
-
-def test_nothing_to_spread() -> None:
-    message = r"test_hard_inputs\.py:\d+: ids are looked up in a tensor that is no parameter .* ModuleDict"
-    with pytest.raises(CaptureError, match=message):
-        towerize(InADict(), GRID, example_inputs=(ids(6),))
-
-
 @pytest.mark.parametrize("kind", [torch.half, torch.bfloat16, torch.float64])
 def test_other_types_of_tables(kind: torch.dtype) -> None:
     class Typed(nn.Module):

@@ -147,7 +147,7 @@ def test_summary() -> None:
     assert lines[0] == "NextItem: left flat on 2 hosts x 3 ranks, no table is spread"
     assert "  256 B on each of 6 ranks; at most 256 B of gradients all-reduced in every step" in lines
     assert "  item.weight, 176 B" in lines and any("it is also used as a weight here" in line for line in lines)
-    assert "Replicated: 2 tables on every rank, as dense parameters" in lines
+    assert "Replicated: 2 tables on every rank" in lines
     assert not any(title in text for title in ("Towers", "Lookups found", "Bytes that a rank sends"))
     assert "Interactions found" in lines and "Stages" in lines
     assert max(map(len, lines)) <= 80 and text.isascii()

@@ -189,6 +189,7 @@ REPLICATED = [
         lambda t, x, *_: F.embedding(x, t).float(),
         one,
     ),
+    Style("F.embedding(x, buffer)", lambda: nn.Buffer(torch.randn(ROWS, DIM)), lambda t, x, *_: F.embedding(x, t), one),
 ]
 
 
@@ -284,7 +285,7 @@ number of ids or bags, have further rounds of exchanges.
 
 ## Replicated on every rank
 
-The table stays a dense parameter, as it would be under data parallelism: every rank holds it, and its gradient is
+The table stays as it would under data parallelism: every rank holds it, and its gradient, if it is a parameter, is
 all-reduced. `program.replicated` and `print(program)` say which tables, where in your code and why. Where no other table is
 left, the model is left flat: the program is the model itself on every rank, trained data-parallel.
 

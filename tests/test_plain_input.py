@@ -368,30 +368,3 @@ def test_one_reason_for_one_table() -> None:
     }
     for reason in program("refusing").replicated.values():
         assert re.match(r".*plain_models\.py:\d+: ", reason)
-
-
-class InADict(nn.Module):
-    """Tables that torch does not know of, in a layer that tracing cannot enter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = {str(i): nn.Embedding(9, 4) for i in range(2)}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = [self.tables[str(i)](x[:, i]) for i in range(x.shape[1])]
-        return torch.cat(rows, dim=1)
-
-
-class AroundADict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.top = InADict(), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.top(self.inner(x))
-
-
-def test_tables_in_a_plain_dict_are_named() -> None:
-    with pytest.raises(CaptureError, match="no parameter of the model") as caught:
-        towerize(AroundADict(), Topology(2, 1), example_inputs=(torch.randint(0, 9, (6, 2)),))
-    assert "inner.tables" in str(caught.value) or ".py:" in str(caught.value)

@@ -49,7 +49,7 @@ def test_style_of_a_lookup(name: str, row: str) -> None:
 
 
 def test_replicated_tables_and_their_cost() -> None:
-    lines = section(str(program("refusing")), "Replicated: 3 tables on every rank, as dense parameters")
+    lines = section(str(program("refusing")), "Replicated: 3 tables on every rank")
     assert lines[0] == "  400 B on each of 4 ranks; at most 400 B of gradients all-reduced in every step"
     assert "  tied.weight, 176 B" in lines
     assert any("it is also used as a weight here" in line for line in lines)

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import source_location
-from ..graphs import input_path, resolve_parameter
+from ..graphs import attribute_of, input_path, resolve_parameter
 from ..lookups import Pooling, RaggedInput
 
 
@@ -139,19 +139,27 @@ def find_calls(flat: fx.GraphModule) -> list[Call]:
     return [call for call in found if call is not None]
 
 
-def unregistered(flat: fx.GraphModule) -> list[str]:
-    """Where the user's code looks ids up in a tensor that is no parameter of the model."""
+def no_parameters(flat: fx.GraphModule) -> dict[str, str]:
+    """The tables that the graph looks ids up in without their being parameters, by attribute, and why they stay on every rank."""
     parameters = {id(parameter) for parameter in flat.parameters()}
-    found = []
+    buffers = dict(flat.named_buffers(remove_duplicate=False))
+    found: dict[str, str] = {}
     for node in flat.graph.nodes:
         if node.target not in _EMBEDDINGS:
             continue
         held = _functional_arguments(node).get("weight")
-        if isinstance(held, fx.Node) and held.op == "get_attr":
-            owner, attribute = resolve_parameter(flat, str(held.target))
-            if id(getattr(owner, attribute)) not in parameters:
-                found.append(source_location(node) or f"node '{node.name}'")
-    return list(dict.fromkeys(found))
+        if isinstance(held, fx.Node) and held.op == "get_attr" and id(attribute_of(flat, str(held.target))) not in parameters:
+            name = str(held.target)
+            reason = _A_BUFFER if name in buffers else _A_CONSTANT
+            found.setdefault(name, f"{source_location(node) or node.name}: {reason}")
+    return found
+
+
+_A_BUFFER = "the table is a buffer: make it an nn.Parameter (with requires_grad=False, it stays as it is) to have it spread"
+_A_CONSTANT = (
+    "the table is no parameter of the model, so it is taken as the constant that it is now: to have it trained, saved and spread, "
+    "register it (an nn.Embedding in a plain list or dict belongs in a ModuleList or ModuleDict)"
+)
 
 
 def kept_aside(root: nn.Module) -> list[str]:

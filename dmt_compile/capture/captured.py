@@ -205,9 +205,12 @@ def run_once(model: nn.Module, inputs: Inputs) -> None:
 
 
 def hides_a_lookup(captured: Captured, inputs: Inputs | None) -> bool:
-    """Whether a plain lookup stands in a submodule that was kept whole."""
+    """Whether a plain lookup stands in a submodule that was kept whole; of a table that is no parameter, too."""
     leaves = [captured.root.get_submodule(path) for path in captured.leaves]
     if any(plain_calls.holds_lookup(leaf) for leaf in leaves):
+        return True
+    aside = plain_calls.kept_aside(captured.root)
+    if any(place.startswith(f"{path}.") for place in aside for path in captured.leaves):
         return True
     inside = {id(parameter) for leaf in leaves for parameter in leaf.parameters()}
     if not inside or inputs is None:

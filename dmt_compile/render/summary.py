@@ -9,8 +9,10 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from ..exchange import Exchange, IdExchange
+from ..graphs import attribute_of
 from ..lookups import LookupOutput, LookupSet
 from ..runtime.pooled import ExchangeRows
 from .facts import EXCHANGE_NAMES, ids_facts
@@ -129,11 +131,11 @@ def _ratio(values: Sequence[int]) -> str:
 
 def _replicated(program: TowerProgram) -> Iterator[RenderableType]:
     """Tables that are no lookups for the exchanges: why, and what that costs."""
-    root = program.stages["flat"].root
-    tables = {name: root.get_parameter(name) for name in program.replicated}
+    flat = program.stages["flat"]
+    tables: dict[str, Tensor] = {name: attribute_of(flat.graph_module, name) for name in program.replicated}
     held = {name: table.numel() * table.element_size() for name, table in tables.items()}
     trained = sum(held[name] for name, table in tables.items() if table.requires_grad)
-    yield _title(f"Replicated: {counted(len(tables), 'table')} on every rank, as dense parameters")
+    yield _title(f"Replicated: {counted(len(tables), 'table')} on every rank")
     cost = f"at most {size(trained)} of gradients all-reduced in every step" if trained else "frozen, so no gradients"
     yield _line(f"  {size(sum(held.values()))} on each of {counted(program.topology.world_size, 'rank')}; {cost}")
     yield from _reasons({name: (size(held[name]), reason) for name, reason in program.replicated.items()}, "program.replicated")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..graphs import resolve_parameter
+from ..graphs import attribute_of, resolve_parameter
 from ..stage import Stage
 from ..verify.deal import Layout, check_batch
 from .announce import announce_success
@@ -68,9 +69,10 @@ def synchronised(module: ByMode, tables: set[int], group: ProcessGroup, find_unu
     """``module`` with dense gradients averaged over ``group``; parameters that no graph ever reads are left alone.
 
     ``tables`` are what not all ranks hold, the tensors of a tower's module too. Everything else starts with rank 0's values, frozen
-    parameters and buffers too.
+    parameters, buffers and the constants of the graphs too.
     """
-    copy_from_first([t for t in (*module.parameters(), *module.buffers()) if id(t) not in tables], group)
+    shared = {id(t): t for t in (*module.parameters(), *module.buffers(), *_constants(module))}
+    copy_from_first([t for place, t in shared.items() if place not in tables], group, module._context.device)
     in_training, in_evaluation = (_used_parameters(module.graphs[mode]) for mode in (True, False))
     skipped = tables | ({id(p) for p in module.parameters()} - in_training - in_evaluation)
     if not any(p.requires_grad for p in module.parameters() if id(p) not in skipped):
@@ -89,6 +91,16 @@ def synchronised(module: ByMode, tables: set[int], group: ProcessGroup, find_unu
         find_unused_parameters=find_unused or in_training - tables != in_evaluation - tables,
         gradient_as_bucket_view=True,
     )
+
+
+def _constants(module: ByMode) -> Iterator[torch.Tensor]:
+    """Tensors that the graphs read from attributes."""
+    for mode in (True, False):
+        graph = module.graphs[mode]
+        for target in dict.fromkeys(str(node.target) for node in graph.graph.nodes if node.op == "get_attr"):
+            value = attribute_of(graph, target)
+            if isinstance(value, torch.Tensor):
+                yield value
 
 
 def _used_parameters(module: fx.GraphModule) -> set[int]:

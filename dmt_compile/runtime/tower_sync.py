@@ -139,14 +139,18 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict((*module.named_parameters(), *module.named_buffers()))
 
 
-def copy_from_first(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
-    """Give all ranks of a group the values that its first one has; a collective call."""
+def copy_from_first(tensors: list[torch.Tensor], group: ProcessGroup, home: torch.device | None = None) -> None:
+    """Give all ranks of a group the values that its first one has; a collective call.
+
+    ``home`` is the device that they exchange values on, the tensors' own by default.
+    """
     source = dist.get_process_group_ranks(group)[0]
     with torch.no_grad():
         for tensor in tensors:
-            value = tensor.detach().contiguous()
+            value = tensor.detach().to(device=home).contiguous()
             dist.broadcast(value, src=source, group=group)
-            if value.data_ptr() != tensor.data_ptr():
+            # A constant may be a value that is repeated in memory, which cannot be written to.
+            if value.data_ptr() != tensor.data_ptr() and not torch.equal(value, tensor.to(device=home)):
                 tensor.copy_(value)
 
 
