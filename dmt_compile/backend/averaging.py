@@ -23,9 +23,9 @@ _BUCKET = 1 << 23
 
 
 class Averaging:
-    """The parameters whose gradients are averaged over ``group``, in the same order on all ranks; ``is_table`` tells the others."""
+    """The parameters whose gradients are averaged over ``group()``, in one order on all ranks; ``is_table`` tells the others."""
 
-    def __init__(self, group: ProcessGroup, is_table: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, group: Callable[[], ProcessGroup], is_table: Callable[[torch.Tensor], bool]) -> None:
         self.group = group
         self.is_table = is_table
         self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -51,13 +51,14 @@ class Averaging:
         # A rank may have left some of them out in this step.
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
         used = used.to(parameters[0].device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
+        group = self.group()
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
         shared = [parameter for parameter, some in zip(parameters, used.tolist(), strict=True) if some]
         with torch.no_grad():
             for bucket in _buckets(shared):
                 flat = torch.cat([_dense(parameter).reshape(-1) for parameter in bucket])
-                dist.all_reduce(flat, group=self.group)
-                flat /= self.group.size()
+                dist.all_reduce(flat, group=group)
+                flat /= group.size()
                 for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                     assert parameter.grad is not None
                     parameter.grad.copy_(part.view(parameter.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,13 +21,18 @@ from ..stage import Stage
 from ..topology import Topology, TowerGrid
 from .averaging import module_being_compiled
 from .lift import Lifted, lift
+from .one_device import by_towers
 from .options import Options
+from .overlap import during_longest_exchange
 from .owners import RANKS, Ranks, plan_for
 from .records import find_lookups
 from .rewrite import ANCHOR, rewritten
 
 logger = logging.getLogger("dmt_compile")
-_ALONE = "backend 'dmt': there is one rank (no process group of several), so nothing is exchanged: lookups run on this device"
+_ALONE = (
+    "backend 'dmt': there is one rank (no process group of several), so nothing is exchanged: the lookups of all towers run on "
+    "this device"
+)
 _warned = False
 
 
@@ -59,13 +65,10 @@ def dmt(module: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[s
     given = Options.of(options)
     inner = _inner(given)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        if given.topology is not None and given.topology.world_size > 1:
-            _refuse_world(given.topology, 1)
         if not _warned:
             warnings.warn(_ALONE, stacklevel=2)
             _warned = True
-        counted.others += 1
-        return inner(module, example_inputs)
+        return inner(one_device_graph(module, given), example_inputs)
     if torch.nn.parallel.distributed.DistributedDataParallel._get_active_ddp_module() is not None:
         raise DistributedError(
             "the model is wrapped in DistributedDataParallel, which averages the gradients of tables that only their owners have: "
@@ -75,20 +78,32 @@ def dmt(module: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[s
     whole = module_being_compiled()
     if whole is not None:
         ranks.averaging.add(whole.parameters())
-    made = compiled_graph(module, given)
-    _allow_sizes_from_data()
-    if given.inner == "inductor":
-        inner = partial(inner, config_patches=_OVERLAP)
-    anchored = any(node.op == "placeholder" and node.target == ANCHOR for node in made.graph.nodes)
-    more = [ranks.anchor] if anchored else []
-    return _Runner(inner(made, [*example_inputs, *more]), ranks, more)
+    try:
+        made = compiled_graph(module, given)
+        _allow_sizes_from_data()
+        if given.inner == "inductor":
+            inner = partial(inner, config_patches=_INDUCTOR)
+        anchored = any(node.op == "placeholder" and node.target == ANCHOR for node in made.graph.nodes)
+        more = [ranks.anchor] if anchored else []
+        return _Runner(inner(made, [*example_inputs, *more]), ranks, more)
+    except torch._dynamo.exc.RestartAnalysis:
+        # Dynamo will call again.
+        raise
+    except Exception as error:
+        # The others may have compiled theirs, and would wait for this rank.
+        ranks.end(
+            f"a graph could not be compiled on this rank ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+        )
+        raise
 
 
-# Exchanges begin as soon as what they send is there, and are waited for where what they bring is needed: inductor would else put
-# both side by side, and what does not depend on them before or behind.
-_OVERLAP = {
+# Exchanges begin as soon as what they send is there; inductor would else put each beside its wait. Its cache of graphs must not be
+# used: a compiled graph names steps and process groups of this process.
+_INDUCTOR = {
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
     "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", during_longest_exchange],
 }
 
 
@@ -117,6 +132,27 @@ def staged(module: fx.GraphModule, ranks: Ranks | None, options: Options, topolo
 
     plan = plan_for(lookups, known, (topology, options.towers, options.partition))
     return Staged(lifted, lookups, replicated, run(Stage("flat", lifted.flat, lifted.root, lookups, plan)))
+
+
+def one_device_graph(module: fx.GraphModule, options: Options) -> fx.GraphModule:
+    """The graph that the inner backend is to compile where there is one rank: with the lookups of all towers, tower by tower.
+
+    The towers are those of ``options.topology``, so that a job's plan can be tried in one process; one tower by default.
+    """
+    started = dist.is_available() and dist.is_initialized()
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not started and options.topology is None and world != "1":
+        raise DistributedError(
+            f"the environment is that of a job of {world} ranks (WORLD_SIZE), but there is no process group, and every rank would "
+            "train a model of its own: call torch.distributed.init_process_group before the compiled model runs"
+        )
+    topology = _topology(options) if started else options.topology or Topology(1, 1)
+    made = staged(module, None, options, topology)
+    if not made.stages:
+        counted.others += 1
+        return module
+    counted.rewritten += 1
+    return by_towers(module, made.lifted, made.stages["towers"])
 
 
 def compiled_graph(module: fx.GraphModule, options: Options) -> fx.GraphModule:
@@ -178,7 +214,7 @@ def _inner(options: Options) -> Callable[..., Any]:
 
 def _topology(options: Options) -> Topology:
     world = dist.get_world_size()
-    topology = options.topology or Topology.from_env()
+    topology = options.topology or (Topology(1, 1) if world == 1 else Topology.from_env())
     if topology.world_size != world:
         _refuse_world(topology, world)
     return topology
@@ -202,13 +238,28 @@ def _ranks(options: Options) -> Ranks:
     assert world is not None
     key = (id(world), topology, grid.towers, options.timeout)
     if key not in RANKS:
+        _agree(options, topology, grid)
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         timeout = timedelta(seconds=float(options.timeout)) if options.timeout else timeout_of(world, device)  # type: ignore[arg-type]
         groups = TowerGroups.create(world, grid, timeout, 0)
         dense = dist.new_group(list(range(dist.get_world_size())), timeout=timeout, group_desc="dmt:dense")
         anchor = torch.zeros((), device=device, requires_grad=True)
-        RANKS[key] = Ranks(world, groups, dense, dist.get_rank(), anchor)
+        RANKS[key] = Ranks(world, (groups, dense), dist.get_rank(), anchor)
     return RANKS[key]
+
+
+def _agree(options: Options, topology: Topology, grid: TowerGrid) -> None:
+    """Compare options over all ranks, before the groups are made that follow from them; a collective call."""
+    mine = {"topology": str(topology), "towers": str(grid.towers), "partition": options.partition, "timeout": str(options.timeout)}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    for rank, theirs in enumerate(told):
+        for name, value in theirs.items():
+            if value != told[0][name]:
+                raise DistributedError(
+                    f"backend 'dmt': option '{name}' is {told[0][name]} on rank 0 and {value} on rank {rank}: give all ranks the "
+                    "same"
+                )
 
 
 def _allow_sizes_from_data() -> None:
@@ -229,14 +280,12 @@ class _Runner:
         self.more = more
 
     def __call__(self, *args: Any) -> Any:
-        if self.ranks.over:
-            raise DistributedError(f"this model cannot run any more: {self.ranks.over}; start the ranks again")
+        self.ranks.refuse_if_over()
         try:
             return self.compiled(*args, *self.more)
         except Exception as error:
             if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-                self.ranks.over = f"an exchange was broken off on this rank ({type(error).__name__}: {error})"
-                self.ranks.groups.abort()
+                self.ranks.end(f"an exchange was broken off on this rank ({type(error).__name__}: {error})")
                 raise DistributedError(
                     "another rank failed, left or did not answer in time during an exchange; the error that it raised says why"
                 ) from error

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from ..graphs import NO_GRAD, cut_gradients, graph_module_over
+from .memory import note_memory
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def lift(module: fx.GraphModule) -> Lifted:
         # Bodies of operators that have graphs of their own.
         root._modules.setdefault(name, child)
     _without_switches(graph)
+    note_memory(graph)
     return Lifted(graph_module_over(root, graph, {}, "Flat"), root, tuple(arguments))
 
 

@@ -155,7 +155,7 @@ class Lookups(nn.Module):
             read: Any = SimpleNamespace(lookup=replace(lookup, sparse=False), weight=held, shift=0)
             return pool(read, Bag(ids, offsets, weights))
         # Gradients are dense: a sparse one has as many rows as there are ids, which no compiled graph knows.
-        rows = nn.functional.embedding(ids, held, lookup.padding_idx).to(lookup.dtype)
+        rows = nn.functional.embedding(ids, held, lookup.padding_idx, lookup.max_norm, lookup.norm_type).to(lookup.dtype)
         # A row for each bag of one id; none for those that only fill up the round.
         return rows.new_zeros(offsets.shape[0] - 1, lookup.dim).index_copy(0, places, rows)
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import DistributedError
 from ..lookups import LookupSet
 from ..partition import make_plan
 from ..plan import Tower, TowerPlan
@@ -25,8 +27,7 @@ class Ranks:
     """
 
     group: ProcessGroup
-    groups: TowerGroups
-    dense: ProcessGroup
+    exchanges: tuple[TowerGroups, ProcessGroup] | None
     rank: int
     anchor: torch.Tensor
     averaging: Averaging = field(init=False)
@@ -35,12 +36,50 @@ class Ranks:
     over: str = ""
 
     def __post_init__(self) -> None:
-        self.averaging = Averaging(self.dense, lambda parameter: self.owned(parameter) is not None)
+        self.averaging = Averaging(lambda: self.dense, lambda parameter: self.owned(parameter) is not None)
+
+    @property
+    def groups(self) -> TowerGroups:
+        """What rows and ids are exchanged in."""
+        return self._made()[0]
+
+    @property
+    def dense(self) -> ProcessGroup:
+        """What gradients are averaged over: all ranks."""
+        return self._made()[1]
+
+    def _made(self) -> tuple[TowerGroups, ProcessGroup]:
+        self.refuse_if_over()
+        assert self.exchanges is not None
+        return self.exchanges
+
+    def refuse_if_over(self) -> None:
+        """Raise, with the reason, where exchanges have ended.
+
+        Raises:
+            DistributedError: they have.
+        """
+        if self.exchanges is None:
+            raise DistributedError(f"this model cannot run any more: {self.over}; start the ranks again")
 
     def owned(self, parameter: torch.Tensor) -> int | None:
         """The rank that owns a table; None for what is no table."""
         found: int | None = self.owner.get(parameter)
         return found
+
+    def end(self, why: str) -> None:
+        """Break off whatever is under way: ranks that wait for this one get an error. The next model compiles anew."""
+        if self.exchanges is None:
+            return
+        self.over = why
+        for key in [key for key, ranks in RANKS.items() if ranks is self]:
+            del RANKS[key]
+        # Connections are closed when nobody holds the groups any more.
+        (groups, dense), self.exchanges = self.exchanges, None
+        groups.abort()
+        dense.abort()
+        if dense in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(dense)
 
 
 RANKS: dict[object, Ranks] = {}

@@ -31,10 +31,11 @@ def find_lookups(flat: fx.GraphModule) -> tuple[LookupSet, dict[str, str]]:
     for call in calls:
         if call.dim == 0 or not _is_ids(call.ids):
             replicated.setdefault(call.parameter, f"{call.at}: its ids are no tensor of integers")
-        if call.max_norm is not None:
+        if call.parameter in replicated and call.max_norm is not None:
             raise CaptureError(
-                f"{call.at}: backend 'dmt' does not take lookups with max_norm, which write to the table that they read: leave "
-                f"max_norm out for '{call.parameter}', or call dmt_compile.towerize, which takes them"
+                f"{call.at}: '{call.parameter}' would stay on every rank ({replicated[call.parameter]}), and every rank would "
+                "scale the rows of its own batch only (max_norm), until the tables differ: leave max_norm out, or give the weight "
+                "a parameter of its own"
             )
     served = [call for call in calls if call.parameter not in replicated]
     rounds = _rounds(flat.graph, served)
@@ -106,6 +107,8 @@ def _lookup_set(calls: Sequence[Call], rounds: Sequence[int]) -> LookupSet:
                 padding_idx=call.padding_idx,
                 sparse=call.sparse,
                 grad=NO_GRAD not in call.node.meta,
+                max_norm=call.max_norm,
+                norm_type=call.norm_type,
             )
         )
         where = source_location(call.node)
@@ -150,6 +153,17 @@ def _source(call: Call, number: int) -> IdSource:
 def described(lookups: LookupSet, owner: Mapping[str, int]) -> list[tuple[object, ...]]:
     """What all ranks must agree on: which table each lookup of each round reads, how, and who owns it."""
     return [
-        (x.name, x.table, x.pooling, x.dim, str(x.dtype), x.weighted, lookups.sources[x.source].round, owner[x.table])
+        (
+            x.name,
+            x.table,
+            x.pooling,
+            x.dim,
+            str(x.dtype),
+            x.weighted,
+            x.max_norm,
+            x.norm_type,
+            lookups.sources[x.source].round,
+            owner[x.table],
+        )
         for x in lookups.lookups
     ]
