@@ -49,7 +49,7 @@ def run(quick: bool) -> None:
     rounds = 1 if quick else 3
     # The second of two finds kernels that the first has left in inductor's cache.
     with torch._inductor.config.patch(force_disable_caches=True):
-        firsts = {name: statistics.median(_first(step, name) for _ in range(rounds)) for name in compiled}
+        firsts = [{name: _first(step, name) for name in compiled} for _ in range(rounds)]
         torch._dynamo.reset()
         for name in compiled:
             step(name)
@@ -60,15 +60,16 @@ def run(quick: bool) -> None:
         seconds = {name: step(name) for name in order}
         own.append(seconds["inductor"])
         ratios.append(seconds["dmt"] / seconds["inductor"])
-    steps, compiles = statistics.median(ratios), firsts["dmt"] / firsts["inductor"]
+    steps, compiles = statistics.median(ratios), statistics.median(one["dmt"] / one["inductor"] for one in firsts)
+    first = statistics.median(one["inductor"] for one in firsts)
     show(
         f"torch.compile on one rank, {FIELDS} tables of {ROWS:,} x {DIM}, batch {BATCH} (medians; what is compared is in turn)",
         ("", "inductor", "dmt / inductor", "target"),
         [
             ("step", f"{statistics.median(own) * 1e3:.2f} ms", f"{steps:.3f}", "ok" if steps <= STEP else f"OVER {STEP}"),
-            ("first call", f"{firsts['inductor']:.1f} s", f"{compiles:.3f}", "ok" if compiles <= COMPILE else f"OVER {COMPILE}"),
+            ("first call", f"{first:.1f} s", f"{compiles:.3f}", "ok" if compiles <= COMPILE else f"OVER {COMPILE}"),
         ],
-        "A step is forward, backward and SGD. On one rank nothing is exchanged, so both compile the same graph.",
+        "A step is forward, backward and SGD. On one rank nothing is exchanged: the same lookups, tower by tower.",
     )
 
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .errors import CaptureError
+from .writes import may_write
 
 
 def clone_sharing_tensors(model: nn.Module, *, copy_buffers: bool = False) -> nn.Module:
@@ -167,6 +168,9 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+LOOKUPS = (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding)
+"""The functions that look rows of a table up."""
+
 NO_GRAD = "no_grad"
 """Key in the ``meta`` of nodes that the user's code runs with gradients switched off."""
 
@@ -177,15 +181,45 @@ def without_grad(value: Any) -> Any:
 
 
 def cut_gradients(graph: fx.Graph) -> None:
-    """Detach what leaves a part of the graph that is marked ``NO_GRAD``: a graph has no memory of the switch itself."""
-    for node in list(graph.nodes):
+    """Detach what enters and leaves a part of the graph that is marked ``NO_GRAD``: a graph has no memory of the switch itself.
+
+    What leaves it is detached. What is written to in it is detached before: the tensor's own gradient must not see the write, nor
+    may a parameter that is written to require one.
+    """
+    marked = [node for node in graph.nodes if NO_GRAD in node.meta]
+    entering: dict[fx.Node, fx.Node] = {}
+    for node in _leading_to_writes(marked):
+        written = node.all_input_nodes[0] if node.all_input_nodes else None
+        for used in node.all_input_nodes:
+            if NO_GRAD in used.meta:
+                continue
+            if used not in entering:
+                with graph.inserting_before(node):
+                    entering[used] = graph.call_function(without_grad, (used,))
+                entering[used].meta.update({**used.meta, NO_GRAD: True})
+            node.replace_input_with(used, entering[used])
+        if may_write(node) and written in entering:
+            # It returns what it has written to.
+            for user in [user for user in node.users if NO_GRAD not in user.meta]:
+                user.replace_input_with(node, written)
+    for node in marked:
         outside = [user for user in node.users if NO_GRAD not in user.meta]
-        if NO_GRAD in node.meta and outside:
+        if outside:
             with graph.inserting_after(node):
                 cut = graph.call_function(without_grad, (node,))
             cut.meta.update(node.meta)
             for user in outside:
                 user.replace_input_with(node, cut)
+
+
+def _leading_to_writes(marked: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes that write, and those that make what they write to or from, in order; lookups and modules read what they own."""
+    found: set[fx.Node] = set()
+    for node in reversed(marked):
+        leads = may_write(node) or any(user in found for user in node.users)
+        if leads and node.op != "call_module" and node.target not in LOOKUPS:
+            found.add(node)
+    return [node for node in marked if node in found]
 
 
 def resolve_parameter(root: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -204,10 +238,10 @@ def attribute_of(root: nn.Module, name: str) -> Any:
 
 def source_text(node: fx.Node) -> str:
     """How a user would write the value of a node, where it comes straight from an argument; the node's name otherwise."""
-    if node.op == "placeholder":
-        return str(node.target)
     if LABEL in node.meta:
         return str(node.meta[LABEL])
+    if node.op == "placeholder":
+        return str(node.target)
     if INPUT in node.meta:
         return str(node.meta[INPUT][1])
     inner = node.args[0] if node.args else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 from torch import Tag, fx, nn
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 
 from dmt_compile.graphs import EXTRAS
+from dmt_compile.writes import changes_mode, may_write
 
 from .base import Draft
 
@@ -58,8 +57,6 @@ _DRAWING = (
 )
 # Attention draws when it is given a dropout probability.
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "gumbel", "attention")
-# Functions that keep running statistics in tensors they are given.
-_KEEPING = ("batch_norm", "instance_norm")
 
 
 def effect_of(draft: Draft, node: fx.Node) -> str:
@@ -74,19 +71,15 @@ def effect_of(draft: Draft, node: fx.Node) -> str:
         return max((_module_effect(child) for child in module.modules()), key=_STRENGTH.index)
     if node.op not in ("call_function", "call_method"):
         return ""
+    if changes_mode(node) or may_write(node):
+        return "writes"
     if isinstance(node.target, OpOverload):
         return _operator_effect(node.target)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    if node.op == "call_function" and not _is_library(node.target):
-        return "writes"
-    if _inplace(node) or node.kwargs.get("out") is not None or _writes(name) or _mutable(node.target):
-        return "writes"
     return "draws" if any(word in name for word in _RANDOM) else ""
 
 
 def _operator_effect(target: OpOverload) -> str:
-    if target._schema.is_mutable:
-        return "writes"
     name = target._schema.name
     # Batch norm writes to the statistics that it is given without saying so.
     draws = Tag.nondeterministic_seeded in target.tags or any(word in name for word in (*_RANDOM, "batch_norm", "instance_norm"))
@@ -110,40 +103,3 @@ def _module_effect(module: nn.Module) -> str:
     if type(module) in _PURE:
         return ""
     return "draws" if isinstance(module, _DRAWING) else "writes"
-
-
-def _is_library(function: object) -> bool:
-    """Whether a function is torch's or Python's own; a user's may do anything."""
-    home = getattr(function, "__module__", None) or "builtins"
-    return home.partition(".")[0] in ("torch", "torchrec", "_operator", "operator", "math", "builtins")
-
-
-def _inplace(node: fx.Node) -> bool:
-    if node.kwargs.get("inplace"):
-        return True
-    if node.op != "call_function" or not callable(node.target):
-        return False
-    try:
-        given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    except (TypeError, ValueError):
-        return False  # Built in: nothing there has such an argument.
-    return given.arguments.get("inplace") is True
-
-
-def _mutable(target: object) -> bool:
-    """Whether a packet of operators has one whose schema says that it writes to an argument."""
-    if isinstance(target, OpOverloadPacket):
-        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
-    return False
-
-
-def _writes(name: str) -> bool:
-    """By torch's naming: ``add_``; by the operator module's: ``iadd``, ``setitem``; and by the functions that keep statistics."""
-    if any(word in name for word in _KEEPING):
-        return True
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    return name in ("setitem", "delitem") or (name.startswith("i") and name[1:] in _INPLACE)
-
-
-_INPLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")

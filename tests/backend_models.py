@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dmt_compile.backend.compiler import counted
+from dmt_compile.backend.staging import counted
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -13,8 +13,8 @@ from plain_models import CASES
 from torch import nn
 
 from dmt_compile import CaptureError, PlanError, Topology, backend
-from dmt_compile.backend.compiler import counted, one_device_graph
 from dmt_compile.backend.options import Options
+from dmt_compile.backend.staging import counted, one_device_graph
 
 
 def test_found_by_name_and_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import source_location
-from ..graphs import attribute_of, input_path, resolve_parameter
+from ..graphs import LOOKUPS, attribute_of, input_path, resolve_parameter
 from ..lookups import Pooling, RaggedInput
 
 
@@ -145,7 +145,7 @@ def no_parameters(flat: fx.GraphModule) -> dict[str, str]:
     buffers = dict(flat.named_buffers(remove_duplicate=False))
     found: dict[str, str] = {}
     for node in flat.graph.nodes:
-        if node.target not in _EMBEDDINGS:
+        if node.target not in LOOKUPS:
             continue
         held = _functional_arguments(node).get("weight")
         if isinstance(held, fx.Node) and held.op == "get_attr" and id(attribute_of(flat, str(held.target))) not in parameters:
@@ -215,7 +215,7 @@ def _matrices(flat: fx.GraphModule, node: fx.Node) -> list[nn.Parameter]:
 
 def _selection(node: fx.Node) -> tuple[Any, list[fx.Node]]:
     """What a node takes rows of, and the values that say which."""
-    bound = _functional_arguments(node) if node.target in _EMBEDDINGS else {}
+    bound = _functional_arguments(node) if node.target in LOOKUPS else {}
     source = bound.get("weight", node.kwargs.get("input", node.args[0] if node.args else None))
     return source, [used for used in node.all_input_nodes if used is not source]
 
@@ -247,7 +247,7 @@ def _call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]) -> Call
             unsupported = "its module's forward was replaced"
     elif node.target in _INDEXING:
         return _indexing_call(flat, node, names)
-    elif node.target in _EMBEDDINGS:
+    elif node.target in LOOKUPS:
         bound = _functional_arguments(node)
         held = bound.pop("weight", None)
         if not (isinstance(held, fx.Node) and held.op == "get_attr"):
@@ -316,9 +316,8 @@ def _indexing_call(flat: fx.GraphModule, node: fx.Node, names: Mapping[int, str]
     return _call_of(node, weight, names, ids=ids, pooling="rows", indexing=True)
 
 
-_EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding)
 _SELECTING = (
-    *(*_INDEXING, *_EMBEDDINGS, torch.gather, "gather", torch.ops.aten.gather.default),
+    *(*_INDEXING, *LOOKUPS, torch.gather, "gather", torch.ops.aten.gather.default),
     *(torch.take_along_dim, "take_along_dim"),
 )
 _BY_FREQUENCY = "it uses scale_grad_by_freq, so its gradient depends on which samples are on one rank"

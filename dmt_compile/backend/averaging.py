@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,36 +23,106 @@ _BUCKET = 1 << 23
 """Values that are reduced at once."""
 
 
-class Averaging:
-    """The parameters whose gradients are averaged over ``group()``, in one order on all ranks; ``is_table`` tells the others."""
+class Averages:
+    """What ranks average together: the gradients of every model that is compiled for them, and of parameters without a model.
 
-    def __init__(self, group: Callable[[], ProcessGroup], is_table: Callable[[torch.Tensor], bool]) -> None:
+    ``group`` gives the ranks, ``is_table`` tells what has an owner, and ``lost`` makes the error that is raised, from what an
+    exchange that is broken off raises.
+    """
+
+    def __init__(
+        self,
+        group: Callable[[], ProcessGroup],
+        is_table: Callable[[torch.Tensor], bool],
+        lost: Callable[[Exception], Exception],
+        device: torch.device,
+    ) -> None:
         self.group = group
         self.is_table = is_table
-        self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._lost = lost
+        self._device = device
+        self._models: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
+        self._loose = Averaging(self, 0, device)
+        self._pending: set[Averaging] = set()
         self._task = -1
+        self._made = 0
+
+    def of(self, model: nn.Module | None) -> Averaging:
+        """The gradients of one model; those of a function's parameters, for None."""
+        if model is None:
+            return self._loose
+        if model not in self._models:
+            self._made += 1
+            self._models[model] = Averaging(self, self._made, self._device)
+        return self._models[model]
+
+    def stop(self) -> None:
+        """Leave gradients as they are from now on."""
+        for one in (self._loose, *self._models.values()):
+            one.stop()
+
+    def plan(self, one: Averaging) -> None:
+        """Average when all of the backward pass that is running has been accumulated."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._pending.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._run)
+        self._pending.add(one)
+
+    def _run(self) -> None:
+        self._task = -1
+        pending = sorted(self._pending, key=lambda one: one.number)
+        self._pending.clear()
+        for one in pending:
+            try:
+                one.average()
+            except Exception as error:
+                if not broken_off(error):
+                    raise
+                raise self._lost(error) from error
+
+
+class Averaging:
+    """The parameters of one model, in one order on all ranks.
+
+    ``anchor`` takes part in every backward pass that exchanges gradients, on all ranks, whatever else it reaches on which of them.
+    """
+
+    def __init__(self, averages: Averages, number: int, device: torch.device) -> None:
+        self.averages = averages
+        self.number = number
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._hooks = [self.anchor.register_post_accumulate_grad_hook(self._reached)]
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of these, too; one that is added twice is averaged once."""
         for parameter in parameters:
             if parameter not in self._parameters and parameter.requires_grad:
                 self._parameters[parameter] = True
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _reached(self, anchor: torch.Tensor) -> None:
+        anchor.grad = None
+        self.averages.plan(self)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task and not self.is_table(parameter):
-            self._task = task
-            # When all of this backward pass has been accumulated.
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+        if not self.averages.is_table(parameter):
+            self.averages.plan(self)
 
-    def _average(self) -> None:
-        self._task = -1
-        parameters = [parameter for parameter in self._parameters if parameter.requires_grad and not self.is_table(parameter)]
+    def average(self) -> None:
+        """Average what has been accumulated on any rank; a collective call."""
+        is_table, group = self.averages.is_table, self.averages.group()
+        parameters = [parameter for parameter in self._parameters if parameter.requires_grad and not is_table(parameter)]
+        if not parameters:
+            return
         # A rank may have left some of them out in this step.
-        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        used = used.to(parameters[0].device)
-        group = self.group()
+        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32).to(parameters[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
         shared = [parameter for parameter, some in zip(parameters, used.tolist(), strict=True) if some]
         with torch.no_grad():
@@ -62,6 +133,11 @@ class Averaging:
                 for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                     assert parameter.grad is not None
                     parameter.grad.copy_(part.view(parameter.shape))
+
+
+def broken_off(error: Exception) -> bool:
+    """Whether an error is what the transport raises where another rank is gone, or late."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _dense(parameter: torch.Tensor) -> torch.Tensor:
@@ -92,11 +168,15 @@ def module_being_compiled() -> nn.Module | None:
     latest: nn.Module | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        held = frame.f_locals.get("self")
-        if isinstance(held, nn.Module):
-            latest = held
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
-            # The outermost one counts; a compiled module may be part of another.
+        # Torch's own frames only: what asks for a frame's variables keeps them alive until the frame returns.
+        if frame.f_code.co_filename == nn.modules.module.__file__:
+            held = frame.f_locals.get("self")
+            if isinstance(held, torch._dynamo.OptimizedModule):
+                # The outermost one counts; a compiled module may be part of another.
+                found = held._orig_mod
+            elif isinstance(held, nn.Module):
+                latest = held
+        elif frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
             called = getattr(frame.f_locals.get("fn"), "__self__", None)
             found = called if isinstance(called, nn.Module) else latest
         frame = frame.f_back

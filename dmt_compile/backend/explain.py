@@ -13,8 +13,8 @@ from ..errors import PlanError
 from ..graphs import clone_sharing_tensors, deepcopy_values
 from ..render.diff import StageDiff, diff_stages
 from ..topology import Topology
-from .compiler import Staged, staged
 from .options import Options
+from .staging import Staged, staged
 
 
 @dataclass(frozen=True)

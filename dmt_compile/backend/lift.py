@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..graphs import NO_GRAD, cut_gradients, graph_module_over
+from ..graphs import LABEL, NO_GRAD, cut_gradients, graph_module_over
 from .memory import note_memory
 
 
@@ -34,7 +34,7 @@ def lift(module: fx.GraphModule) -> Lifted:
     taken: set[str] = set()
     for node in module.graph.nodes:
         held = _example(node) if node.op == "placeholder" else None
-        if isinstance(held, nn.Parameter):
+        if isinstance(held, nn.Parameter) and not _is_argument(node):
             name = _register(root, _path(node), held, taken)
             arguments.append((node.name, name))
             copies[node] = graph.create_node("get_attr", name, name=node.name)
@@ -43,6 +43,8 @@ def lift(module: fx.GraphModule) -> Lifted:
             if node.op == "placeholder":
                 arguments.append((node.name, None))
             copies[node] = graph.node_copy(node, lambda n: copies[n])
+            if node.op == "placeholder" and node.meta.get("grapharg") is not None:
+                copies[node].meta[LABEL] = _written(node)
     for name, child in module._modules.items():
         # Bodies of operators that have graphs of their own.
         root._modules.setdefault(name, child)
@@ -61,15 +63,36 @@ def _example(node: fx.Node) -> Any:
 
 
 _STEPS = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
-_INSIDE = ("_modules", "_parameters", "_buffers")
+_INSIDE = ("_modules", "_parameters", "_buffers", "__dict__")
+_ARGUMENT = re.compile(r"L\['(\w+)'\]((?:\[(?:\d+|'[^']*')\])*)")
+
+
+def _source(node: fx.Node) -> str:
+    """Where Dynamo has found an argument: L['self']._modules['top']._parameters['weight'], L['batch']['user']."""
+    source: str = node.meta["grapharg"].source.name
+    return source
+
+
+def _is_argument(node: fx.Node) -> bool:
+    """Whether it is given to forward, itself or in lists and dicts, and no part of a module."""
+    return _ARGUMENT.fullmatch(_source(node)) is not None
+
+
+def _written(node: fx.Node) -> str:
+    """How the user calls an argument of forward: batch['user']; of other values, as Dynamo does."""
+    found = _ARGUMENT.fullmatch(_source(node))
+    return found[1] + found[2] if found is not None else str(node.target)
 
 
 def _path(node: fx.Node) -> str:
-    """How the user's model calls a parameter, from where Dynamo has found it: L['self']._modules['top']._parameters['weight']."""
-    source: str = node.meta["grapharg"].source.name
-    steps = [a or b or c for a, b, c in _STEPS.findall(source.partition("]")[2])]
+    """How the user's model calls a parameter."""
+    steps = [a or b or c for a, b, c in _STEPS.findall(_source(node).partition("]")[2])]
     names = [re.sub(r"\W", "_", step) for step in steps if step not in _INSIDE]
-    return ".".join(names) or node.name
+    # No child of a module can be called as an attribute that every module has.
+    return ".".join(f"{name}_" if name in _TAKEN else name for name in names) or node.name
+
+
+_TAKEN = frozenset(dir(nn.Module()))
 
 
 def _register(root: nn.Module, path: str, parameter: nn.Parameter, taken: set[str]) -> str:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
 import torch
 from torch import fx
 
 from ..shapes import STORAGE, WRITES
-
-_WRITING = {
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
-    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.imatmul, operator.setitem),
-}
+from ..writes import may_write
 
 
 def note_memory(graph: fx.Graph) -> None:
@@ -23,28 +16,13 @@ def note_memory(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(value):
             node.meta[STORAGE] = value.untyped_storage()._cdata
+        writes = may_write(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
         written = [
             used.meta[STORAGE]
             for used in node.all_input_nodes
-            if STORAGE in used.meta and used.meta["example_value"]._version and _may_write(node)
+            if STORAGE in used.meta and used.meta["example_value"]._version and writes
         ]
         if written:
             node.meta[WRITES] = frozenset(written)
-
-
-def _may_write(node: fx.Node) -> bool:
-    target: Any = node.target
-    if node.op == "call_method":
-        return (target.endswith("_") and not target.endswith("__")) or getattr(operator, target.strip("_"), None) in _WRITING
-    if node.op != "call_function":
-        return False
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if target in _WRITING or "out" in node.kwargs or isinstance(target, torch._ops.HigherOrderOperator):
-        return True
-    name = getattr(target, "__name__", "")
-    # An argument "inplace", wherever it stands, makes a function return what it was given.
-    same = any(STORAGE in node.meta and used.meta.get(STORAGE) == node.meta[STORAGE] for used in node.all_input_nodes)
-    return name.endswith("_") or (same and getattr(target, "__module__", "").startswith("torch.nn"))

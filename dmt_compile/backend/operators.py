@@ -7,6 +7,8 @@ torch's own operators.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,22 +34,26 @@ class Step:
     exchange: IdExchange
     context: RankContext
     digest: int
+    number: int
     count: CountIds
     error: Exception | None = None
 
     @classmethod
-    def register(cls, select: SelectIds, exchange: IdExchange, context: RankContext, description: object) -> int:
-        """A number for a step, by which operators find it."""
+    def make(cls, select: SelectIds, exchange: IdExchange, context: RankContext, description: object) -> Step:
+        """A step with a number by which operators find it, for as long as somebody holds it."""
         digest = int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:7], "big")
-        _STEPS.append(cls(select, exchange, context, digest, CountIds(exchange, context)))
-        return len(_STEPS) - 1
+        made = cls(select, exchange, context, digest, next(_NUMBERS), CountIds(exchange, context))
+        _STEPS[made.number] = made
+        return made
 
     @property
     def sources(self) -> tuple[IdSource, ...]:
         return self.select.sources
 
 
-_STEPS: list[Step] = []
+_NUMBERS = itertools.count()
+# Compiled graphs hold the numbers, and what runs them the steps: a model that nobody holds any more takes its steps with it.
+_STEPS: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
 
 
 def step_of(number: int) -> Step:

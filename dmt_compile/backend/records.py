@@ -24,13 +24,22 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def find_lookups(flat: fx.GraphModule) -> tuple[LookupSet, dict[str, str]]:
-    """Every lookup that an owner can serve, and why the tables of the others stay on every rank, by parameter."""
+def find_lookups(flat: fx.GraphModule, keep: Mapping[str, str]) -> tuple[LookupSet, dict[str, str]]:
+    """Every lookup that an owner can serve, and why the tables of the others stay on every rank, by parameter.
+
+    Tables in ``keep`` stay for the reason given there.
+    """
     calls = [call for call in find_calls(flat) if not call.indexing or _is_ids(call.ids)]
-    replicated = kept_weights(flat, calls)
+    replicated = {call.parameter: keep[call.parameter] for call in calls if call.parameter in keep}
+    replicated = {**kept_weights(flat, calls), **replicated}
     for call in calls:
         if call.dim == 0 or not _is_ids(call.ids):
             replicated.setdefault(call.parameter, f"{call.at}: its ids are no tensor of integers")
+        weights = value_of(call.weights) if call.weights is not None else None
+        if isinstance(weights, torch.Tensor) and weights.dtype != call.dtype:
+            raise CaptureError(
+                f"{call.at}: the weights are {weights.dtype}, the table that they weigh is {call.dtype}: convert them"
+            )
         if call.parameter in replicated and call.max_norm is not None:
             raise CaptureError(
                 f"{call.at}: '{call.parameter}' would stay on every rank ({replicated[call.parameter]}), and every rank would "
@@ -126,7 +135,7 @@ def _source(call: Call, number: int) -> IdSource:
         return IdSource(
             call.ids.name,
             label,
-            (call.ids.name,),
+            (label,),
             weighted,
             "offsets",
             extra=extra,
@@ -138,7 +147,7 @@ def _source(call: Call, number: int) -> IdSource:
     return IdSource(
         call.ids.name,
         label,
-        (call.ids.name,),
+        (label,),
         weighted,
         "fixed",
         count=count,

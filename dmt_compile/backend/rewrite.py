@@ -29,7 +29,20 @@ What is computed from it takes part in the backward pass of a rank that owns no 
 """
 
 
-def rewritten(module: fx.GraphModule, lifted: Lifted, lowered: Stage, ranks: Ranks) -> fx.GraphModule:
+@dataclass(frozen=True)
+class Rewritten:
+    """A graph that exchanges, the steps that its operators find by number, and whether :data:`ANCHOR` is its last argument.
+
+    ``freed`` are tables of other ranks whose memory is given back once the graph has run.
+    """
+
+    module: fx.GraphModule
+    steps: tuple[Step, ...] = ()
+    anchored: bool = False
+    freed: tuple[nn.Parameter, ...] = ()
+
+
+def rewritten(module: fx.GraphModule, lifted: Lifted, lowered: Stage, ranks: Ranks) -> Rewritten:
     """Dynamo's graph with its lookups exchanged: collectives are functional ones, in the groups of ``ranks``."""
     return _Writer(module, lifted, lowered, ranks).write()
 
@@ -52,11 +65,12 @@ class _Writer:
         self.values: dict[fx.Node, Any] = {}
         self.parameters: dict[str, fx.Node] = {}
         self.rounds: dict[int, _Round] = {}
+        self.steps: list[Step] = []
         self.tables = {table.parameter for table in stage.lookups.tables}
         self.context = RankContext(ranks.rank, lifted.root, stage.plan.topology, Uncounted())
         self.bound: BoundGraph = stage.bind(self.context)
 
-    def write(self) -> fx.GraphModule:
+    def write(self) -> Rewritten:
         inputs = self._arguments()
         for node in self.stage.graph.nodes:
             if node.op == "placeholder":
@@ -73,7 +87,9 @@ class _Writer:
             self.holder._modules.setdefault(name, child)
         made = fx.GraphModule(self.holder, self.graph, class_name="Rewritten")
         made.meta.update(self.original.meta)
-        return made
+        # Tables are arguments of what is compiled, which must not keep a model alive that nobody else holds.
+        self.context.root = nn.Module()
+        return Rewritten(made, tuple(self.steps), self.anchor is not None)
 
     def _arguments(self) -> dict[str, fx.Node]:
         """All arguments in Dynamo's order."""
@@ -106,9 +122,10 @@ class _Writer:
         elif isinstance(module, MakeRequest):
             sources = [self.values[used] for used in node.args]  # type: ignore[index]
             number = module.exchange.round
-            step = Step.register(module.select, module.exchange, self.context, self._description())
-            self.rounds[number] = _Round(step, sources)
-            self._add(node, Request(step), *(tensor for _, tensors in sources for tensor in tensors))
+            step = Step.make(module.select, module.exchange, self.context, self._description())
+            self.steps.append(step)
+            self.rounds[number] = _Round(step.number, sources)
+            self._add(node, Request(step.number), *(tensor for _, tensors in sources for tensor in tensors))
         elif isinstance(module, CountIds):
             self._add(node, Told(), *self._mapped(node.args))
         elif isinstance(module, ReadSizes):

@@ -10,15 +10,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import DistributedError
-from .owners import RANKS, Ranks
+from .owners import RANKS, owner_of
+from .start import alone
 
 
-def _owner(parameter: torch.Tensor) -> tuple[Ranks, int] | None:
-    for ranks in RANKS.values():
-        rank = ranks.owned(parameter)
-        if rank is not None:
-            return ranks, rank
-    return None
+def _world() -> int:
+    return 1 if alone() else dist.get_world_size()
+
+
+def _owner(value: Any) -> int | None:
+    """The rank that owns a table; None for any other value, and where there is one rank."""
+    rank = owner_of(value, _world()) if isinstance(value, torch.Tensor) else None
+    return rank if _world() > 1 else None
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -39,34 +42,34 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     result: dict[str, Any] = {}
     copies: dict[int, torch.Tensor] = {}
     for name, value in _plain(model).state_dict(keep_vars=True).items():
-        found = _owner(value) if isinstance(value, torch.Tensor) else None
-        if found is None:
+        rank = _owner(value)
+        if rank is None:
             result[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
             continue
-        ranks, rank = found
         if id(value) not in copies:
-            copy = value.detach().clone() if rank == ranks.rank else torch.empty_like(value, requires_grad=False)
-            dist.broadcast(copy, src=dist.get_global_rank(ranks.group, rank), group=ranks.group)
+            own = rank == dist.get_rank()
+            copy = value.detach().clone() if own else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            dist.broadcast(copy, src=rank)
             copies[id(value)] = copy
         result[name] = copies[id(value)]
     return result
 
 
 def _refuse_uncompiled(model: nn.Module) -> None:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if alone():
         return
-    owners = [found[0] for found in map(_owner, model.parameters()) if found is not None]
-    if not owners:
+    kept = [ranks.kept for ranks in RANKS.values()]
+    if not any(_owner(one) is not None or any(one in tables for tables in kept) for one in model.parameters()):
         raise DistributedError(
             "backend 'dmt' has compiled no graph in which this model looks a table up: call the model first, and see "
             "dmt_compile.explain(...) for what Dynamo leaves to Python (torch.compile(..., fullgraph=True) makes an error of it)"
         )
-    group, device = owners[0].group, next(model.parameters()).device
+    device = next(model.parameters()).device
     shared = [(name, parameter) for name, parameter in model.named_parameters() if _owner(parameter) is None]
     sums = torch.stack([_digest(parameter) for _, parameter in shared]) if shared else torch.zeros(0, 2, device=device)
     least, most = sums.clone(), sums.clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     differ = [name for (name, _), low, high in zip(shared, least, most, strict=True) if not torch.equal(low, high)]
     if differ:
         raise DistributedError(
@@ -95,8 +98,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
         raise DistributedError(f"the state dict lacks {missing[:8]} and has {unexpected[:8]}, which the model has not")
     kept = {}
     for name, value in own.items():
-        found = _owner(value) if isinstance(value, torch.Tensor) else None
-        if found is None or found[1] == found[0].rank:
+        rank = _owner(value)
+        if rank is None or rank == dist.get_rank():
             kept[name] = state_dict[name]
     plain.load_state_dict(kept, strict=False)
 
@@ -111,12 +114,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     ids = {id(parameter) for parameter in owned}
     shared = [parameter for parameter in parameters if id(parameter) not in ids]
     parts = []
-    if RANKS:
-        ranks = next(iter(RANKS.values()))
-        device = parameters[0].device if parameters else torch.device("cpu")
-        norms = torch.zeros(ranks.group.size(), device=device)
-        norms[ranks.rank] = nn.utils.get_total_norm(_gradients(owned), norm_type) if owned else 0.0
-        dist.all_reduce(norms, group=ranks.group)
+    if not alone():
+        device = next(_plain(model).parameters()).device
+        norms = torch.zeros(dist.get_world_size(), device=device)
+        norms[dist.get_rank()] = nn.utils.get_total_norm(_gradients(owned), norm_type) if owned else 0.0
+        dist.all_reduce(norms)
         parts = list(norms.unbind())
     else:
         shared += owned

@@ -19,13 +19,13 @@ from torch._subclasses import FakeTensor
 from ..adapters import plain_calls
 from ..adapters import torchrec as torchrec_adapter
 from ..errors import CaptureError, source_line, source_location
-from ..graphs import EXTRAS, clone_sharing_tensors, graph_module_over
+from ..graphs import EXTRAS, LOOKUPS, clone_sharing_tensors, graph_module_over
 from ..hints import arrays
 from ..verify.structure import by_name
 from . import symbolic as tracing
 from .arguments import argument_names
 from .backward import LostBackward
-from .captured import LOOKUPS, Captured, Inputs, disagrees, hides_a_lookup, run_once
+from .captured import Captured, Inputs, disagrees, hides_a_lookup, run_once
 from .sources import KEEPS, reason
 from .symbolic import Traced
 

@@ -16,12 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..adapters import plain_calls
 from ..errors import DmtError, source_location
-from ..graphs import clone_sharing_tensors, deepcopy_values, extras_of, graph_module_over, keys_read
+from ..graphs import LOOKUPS, clone_sharing_tensors, deepcopy_values, extras_of, graph_module_over, keys_read
 from ..nested import first_difference, take_apart
 from ..verify.deal import Layout, batch_size, deal_sizes
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-LOOKUPS = (nn.functional.embedding, nn.functional.embedding_bag, torch.embedding)
 
 
 @dataclass(frozen=True)
