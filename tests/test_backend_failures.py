@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -75,6 +76,27 @@ def leave() -> str:
 def test_a_rank_that_dies(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="exit code 3"):
         ranks(2, leave, patience=60)
+
+
+def come_late() -> tuple[str, float]:
+    """Runs on a rank: the error of a step that rank 1 comes too late to, and how long it took."""
+    fresh()
+    compiled = torch.compile(seeded(), backend=backend.dmt, options={"topology": Topology(2, 1), "inner": "eager", "timeout": 2})
+    compiled(*batch(5, 0))
+    if dist.get_rank() == 1:
+        time.sleep(4)
+    start = time.monotonic()
+    try:
+        compiled(*batch(5, 1))
+    except DistributedError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+def test_a_rank_that_comes_too_late(ranks: Ranks) -> None:
+    for message, waited in ranks(2, come_late, patience=60):
+        # Nothing hangs: far less than the pool's own patience.
+        assert "another rank failed, left or did not answer in time" in message and waited < 20
 
 
 def other_options(kind: str) -> list[str]:
