@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .errors import CaptureError
-from .writes import may_write
+from .writes import may_write, returns
 
 
 def clone_sharing_tensors(model: nn.Module, *, copy_buffers: bool = False) -> nn.Module:
@@ -188,8 +188,12 @@ def cut_gradients(graph: fx.Graph) -> None:
     """
     marked = [node for node in graph.nodes if NO_GRAD in node.meta]
     entering: dict[fx.Node, fx.Node] = {}
+    # What a node in there has written to and returns, where that comes from outside.
+    returned: dict[fx.Node, fx.Node] = {}
     for node in _leading_to_writes(marked):
-        written = node.all_input_nodes[0] if node.all_input_nodes else None
+        written = returns(node)
+        if written is not None and (NO_GRAD not in written.meta or written in returned):
+            returned[node] = returned.get(written, written)
         for used in node.all_input_nodes:
             if NO_GRAD in used.meta:
                 continue
@@ -198,10 +202,9 @@ def cut_gradients(graph: fx.Graph) -> None:
                     entering[used] = graph.call_function(without_grad, (used,))
                 entering[used].meta.update({**used.meta, NO_GRAD: True})
             node.replace_input_with(used, entering[used])
-        if may_write(node) and written in entering:
-            # It returns what it has written to.
+        if node in returned:
             for user in [user for user in node.users if NO_GRAD not in user.meta]:
-                user.replace_input_with(node, written)
+                user.replace_input_with(node, returned[node])
     for node in marked:
         outside = [user for user in node.users if NO_GRAD not in user.meta]
         if outside:

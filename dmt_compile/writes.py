@@ -21,6 +21,19 @@ def may_write(node: fx.Node) -> bool:
     return _inplace(node) or node.kwargs.get("out") is not None or _writes_by_name(name) or _mutable(target)
 
 
+def returns(node: fx.Node) -> fx.Node | None:
+    """The argument that a call writes to and returns, as ``x.add_(1)``, ``x += 1``, ``relu(x, inplace=True)`` and ``out=`` do."""
+    if not may_write(node):
+        return None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if isinstance(node.target, OpOverload):
+        name = node.target._schema.name
+    found = node.kwargs.get("out")
+    if found is None and _is_library(node.target) and (_inplace(node) or _writes_its_own(name)):
+        found = node.args[0] if node.args else node.kwargs.get("input")
+    return found if isinstance(found, fx.Node) else None
+
+
 def changes_mode(node: fx.Node) -> bool:
     """Whether a node enters or leaves a mode, such as autocast, in which the nodes behind it run."""
     if node.op != "call_function" or isinstance(node.target, OpOverload | OpOverloadPacket | HigherOrderOperator):
@@ -60,13 +73,16 @@ def _mutable(target: object) -> bool:
 
 def _writes_by_name(name: str) -> bool:
     """By torch's naming: ``add_``; by the operator module's: ``iadd``, ``setitem``; and by the functions that keep statistics."""
-    if any(word in name for word in _KEEPING):
-        return True
+    return _writes_its_own(name) or name.strip("_") in ("setitem", "delitem") or any(word in name for word in _KEEPING)
+
+
+def _writes_its_own(name: str) -> bool:
+    """Whether what is called so writes to its first argument and returns it."""
     if name.startswith("__"):
         name = name.strip("_")
     elif name.endswith("_"):
         return True
-    return name in ("setitem", "delitem") or (name.startswith("i") and name[1:] in _INPLACE)
+    return name.startswith("i") and name[1:] in _INPLACE
 
 
 _INPLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")

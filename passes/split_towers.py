@@ -137,5 +137,5 @@ def _refuse_writes(graph: fx.Graph, place: Mapping[fx.Node, int], first: fx.Node
         if any(node.meta.get(STORAGE) in written for node in read):
             raise PassError(
                 f"{at(writer)} writes to what the lookup of {at(reader)} reads after another lookup: all ids are read before the "
-                "first lookup, so write to a copy (x = x.clone()), or before the first lookup"
+                "first lookup, so compute them without writing in place there (y = x + 1, not x += 1), or before it"
             )

@@ -65,7 +65,9 @@ class RankPool:
         self._calls = 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # The server imports once, and forks every rank from there; it never runs torch, so it has none of torch's threads.
-        _CONTEXT.set_forkserver_preload(["torch.distributed", "torchrec.models.dlrm", "dmt_compile.passes.pipeline"])
+        _CONTEXT.set_forkserver_preload(
+            ["torch.distributed", "torch._inductor.compile_fx", "torchrec.models.dlrm", "dmt_compile.passes.pipeline", "pytest"]
+        )
         self._pipes: list[Connection] = []
         self._processes = []
         before = os.environ.get("OMP_NUM_THREADS")
@@ -176,6 +178,8 @@ def _serve(pipe: Connection, log: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # What the server has imported is garbage to nobody; looking through it would copy its pages.
     gc.freeze()
+    # As in the process of the tests.
+    gc.set_threshold(200_000, 20, 100)
     with open(log, "w") as file, suppress(EOFError, OSError):
         faulthandler.enable(file)
         pipe.send_bytes(b"ready")

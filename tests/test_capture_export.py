@@ -59,8 +59,8 @@ def once(kind: type[Any]) -> tuple[nn.Module, TowerProgram]:
     return model, program
 
 
-def proved(program: TowerProgram, *batch: Any) -> None:
-    certificate = program.verify(*batch, steps=1)
+def proved(program: TowerProgram, *batch: Any, steps: int = 1) -> None:
+    certificate = program.verify(*batch, steps=steps)
     assert certificate.passed, str(certificate)
 
 
@@ -73,7 +73,7 @@ def test_every_style(kind: type[Any]) -> None:
         assert program.train(training) is program and program.training == training
         # In evaluation some ranks get no sample.
         few = not training and kind.__name__ not in NO_EMPTY
-        proved(program, *given(model, 4 if few else 25, 1))
+        proved(program, *given(model, 4 if few else 25, 1), steps=int(training))
 
 
 @pytest.mark.parametrize("kind", MODELS)

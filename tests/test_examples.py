@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,20 @@ from examples.training import Settings, build_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "examples" / "train_dlrm.py")
+
+
+def _run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, *arguments: str) -> str:
+    """What a script prints that is run in this process, which has imported what takes most of its time."""
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    capsys.readouterr()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as done:
+            assert not done.code
+    return capsys.readouterr().out
 
 
 def _run(*command: str) -> str:
@@ -62,7 +77,7 @@ def test_train_dlrm_under_torchrun() -> None:
 
 @pytest.mark.slow
 @pytest.mark.multi_rank
-def test_compile_plain_under_torchrun() -> None:
+def test_compile_plain_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = str(ROOT / "examples" / "compile_plain.py")
     small = ("--hosts", "2", "--steps", "11", "--inner", "eager")
     output = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script, *small)
@@ -70,11 +85,11 @@ def test_compile_plain_under_torchrun() -> None:
     assert len(losses) == 2
     assert losses[-1] < losses[0]
     assert output.count("tensors loaded into the flat model") == 1
-    assert "1 graph of Dynamo's: 1 with lookups that owners serve" in _run(script, "--explain")
+    assert "1 graph of Dynamo's: 1 with lookups that owners serve" in _run_here(monkeypatch, capsys, script, "--explain")
 
 
-def test_train_dlrm_on_one_device() -> None:
-    output = _run(SCRIPT)
+def test_train_dlrm_on_one_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    output = _run_here(monkeypatch, capsys, SCRIPT)
     losses = _losses(output)
     assert losses[-1] < losses[0]
     assert "not started with torchrun" in output
@@ -181,10 +196,18 @@ def _criteo(path: Path, rows: int) -> Path:
         ),
     ],
 )
-def test_demo_with_tower_modules(arguments: tuple[str, ...], ratio: str, rows: tuple[str, ...], tmp_path: Path) -> None:
+def test_demo_with_tower_modules(
+    arguments: tuple[str, ...],
+    ratio: str,
+    rows: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     file = _criteo(tmp_path / "tiny.tsv", 500)
     size = ("--hosts", "2", "--ranks-per-host", "1", "--criteo-rows", "50")
-    output = _run(str(ROOT / "examples" / "demo.py"), "--data", "criteo", str(file), *size, *arguments)
+    script = str(ROOT / "examples" / "demo.py")
+    output = _run_here(monkeypatch, capsys, script, "--data", "criteo", str(file), *size, *arguments)
     assert "tower 1: 13 features of width 16" in output
     result = output[output.index("Tower modules, one process") :]
     found = {title.strip(): cells for title, *cells in (line.split("│")[1:-1] for line in result.split("\n") if "│" in line)}

@@ -33,6 +33,32 @@ def returned(model: Any, rows: torch.Tensor) -> torch.Tensor:
     return written
 
 
+def chained(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        written = rows.mul_(2).add_(1)
+    return written
+
+
+def added(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """The statement, for which a traced value would take the sum."""
+    with torch.no_grad():
+        rows += 1
+    return rows
+
+
+def put_elsewhere(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        twice = torch.mul(rows, 2, out=torch.empty_like(rows))
+    return rows + twice
+
+
+def normed(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Writes to its statistics, and returns something else."""
+    with torch.no_grad():
+        beside = nn.functional.batch_norm(rows, model.average, model.spread, training=True)
+    return rows + beside
+
+
 def set_item(model: Any, rows: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         rows[:, 1] = rows[:, 2] * 2
@@ -57,13 +83,14 @@ class Writing(nn.Module):
         super().__init__()
         self.one, self.two, self.top = nn.Embedding(12, 4), nn.Embedding(12, 4), nn.Linear(4, 1)
         self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("spread", torch.ones(4))
         self.write = write
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.top(self.write(self, self.one(x) * 1.0) + self.two(x))
 
 
-KINDS = [scaled, through_a_view, returned, set_item, averaged, clamped]
+KINDS = [scaled, through_a_view, returned, chained, added, put_elsewhere, normed, set_item, averaged, clamped]
 
 
 @pytest.mark.parametrize("door", ["towerize", "torch.compile"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,8 +44,8 @@ class Averages:
         self._device = device
         self._models: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
         self._loose = Averaging(self, 0, device)
-        self._pending: set[Averaging] = set()
-        self._task = -1
+        # By backward pass: one may run inside another, for a reentrant checkpoint.
+        self._pending: dict[int, set[Averaging]] = {}
         self._made = 0
 
     def of(self, model: nn.Module | None) -> Averaging:
@@ -64,17 +65,13 @@ class Averages:
     def plan(self, one: Averaging) -> None:
         """Average when all of the backward pass that is running has been accumulated."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._pending.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self._run)
-        self._pending.add(one)
+        if task not in self._pending:
+            self._pending[task] = set()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._run, task))
+        self._pending[task].add(one)
 
-    def _run(self) -> None:
-        self._task = -1
-        pending = sorted(self._pending, key=lambda one: one.number)
-        self._pending.clear()
-        for one in pending:
+    def _run(self, task: int) -> None:
+        for one in sorted(self._pending.pop(task), key=lambda one: one.number):
             try:
                 one.average()
             except Exception as error:
@@ -162,8 +159,8 @@ def _buckets(parameters: list[Any]) -> Iterator[list[Any]]:
         yield run
 
 
-def module_being_compiled() -> nn.Module | None:
-    """The module that torch.compile was given, found on the stack: backends are not told. None for a function."""
+def module_on_stack() -> nn.Module | None:
+    """The module that torch.compile was given and that is being called, found on the stack: nobody tells. None for a function."""
     found: nn.Module | None = None
     latest: nn.Module | None = None
     frame: FrameType | None = sys._getframe(1)

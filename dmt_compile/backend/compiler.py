@@ -12,11 +12,10 @@ import torch
 from torch import fx
 
 from ..errors import DistributedError
-from .averaging import broken_off, module_being_compiled
+from .averaging import broken_off, module_on_stack
 from .options import Options
 from .overlap import during_longest_exchange
-from .owners import Ranks, free
-from .rewrite import Rewritten
+from .runner import Runner
 from .staging import one_device_graph, rank_graph
 from .start import alone, begin, ranks_for
 
@@ -62,7 +61,7 @@ def dmt(module: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[s
         raise
     # What it has compiled too often, Dynamo leaves to Python, which would look rows up in tables that their owners have changed.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    model = module_being_compiled()
+    model = module_on_stack()
     try:
         if model is not None:
             begin(model, ranks)
@@ -71,7 +70,7 @@ def dmt(module: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[s
         if given.inner == "inductor":
             inner = partial(inner, config_patches=_INDUCTOR)
         more = [ranks.averages.of(model).anchor] if made.anchored else []
-        return _Runner(inner(made.module, [*example_inputs, *more]), made, ranks, more)
+        return Runner(inner(made.module, [*example_inputs, *more]), made, ranks, given.free_unowned)
     except torch._dynamo.exc.RestartAnalysis:
         # Dynamo will call again.
         raise
@@ -107,28 +106,3 @@ def _allow_sizes_from_data() -> None:
     if fake is not None and fake.shape_env is not None:
         env = fake.shape_env
         env.settings = replace(env.settings, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-
-
-class _Runner:
-    """A compiled graph, which ends the exchanges of all ranks if one of them is lost."""
-
-    def __init__(self, compiled: Callable[..., Any], made: Rewritten, ranks: Ranks, more: list[torch.Tensor]) -> None:
-        self.compiled = compiled
-        self.steps = made.steps
-        self.freed = made.freed
-        self.ranks = ranks
-        self.more = more
-
-    def __call__(self, *args: Any) -> Any:
-        self.ranks.refuse_if_over()
-        try:
-            result = self.compiled(*args, *self.more)
-        except Exception as error:
-            if broken_off(error):
-                raise self.ranks.lost(error) from error
-            raise
-        # Not before: Dynamo checks that parameters are as they were when it read the code, and compiles once more for these.
-        for table in self.freed:
-            free(table)
-        self.freed = ()
-        return result

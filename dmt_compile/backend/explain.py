@@ -60,6 +60,8 @@ class Explanation:
             f"serve, {others} that go{'es' * (others == 1)} to the inner backend as {'it is' if others == 1 else 'they are'}; "
             f"{len(self.breaks)} graph break{'s' * (len(self.breaks) != 1)}"
         ]
+        if not self.graphs:
+            lines += ["", "Dynamo leaves forward to Python as a whole (a recurrent layer does that); fullgraph=True says why"]
         for number, one in enumerate(self.breaks):
             lines += ["", f"break {number}: {one.location}", *(f"  {line}" for line in one.reason.strip().splitlines())]
         for number, graph in enumerate(self.graphs):
@@ -101,6 +103,9 @@ def explain(
     """
     from torch._dynamo.backends.debugging import ExplainWithBackend
 
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"explain takes a module, got {type(model).__name__}: give it the module whose forward is to be compiled")
     if not isinstance(topology, Topology):
         raise PlanError(f"topology must be a dmt_compile.Topology, got {type(topology).__name__}")
     options = Options.of({"topology": topology, "towers": towers, "partition": partition, "inner": "eager"})

@@ -74,8 +74,11 @@ def _source(node: fx.Node) -> str:
 
 
 def _is_argument(node: fx.Node) -> bool:
-    """Whether it is given to forward, itself or in lists and dicts, and no part of a module."""
-    return _ARGUMENT.fullmatch(_source(node)) is not None
+    """Whether it is given to forward, itself or in lists and dicts, and no part of a module, nor a function's own variable."""
+    source = node.meta["grapharg"].source
+    while hasattr(source, "base"):
+        source = source.base
+    return _ARGUMENT.fullmatch(_source(node)) is not None and bool(getattr(source, "is_input", False))
 
 
 def _written(node: fx.Node) -> str:

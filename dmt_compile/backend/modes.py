@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from ..errors import CaptureError, at
@@ -40,11 +41,21 @@ def refuse_moved(flat: fx.Graph, made: fx.Graph) -> None:
     """
     before, after = _switches(flat), _switches(made)
     for node in made.nodes:
-        if node.name in before and before[node.name] != after[node.name]:
+        if node.name in before and before[node.name] != after[node.name] and not _exact(node):
             raise CaptureError(
                 f"{at(node)} computes ids in a mode (autocast, say) that forward enters or leaves after another lookup: all ids "
                 "are read before the first one, so compute them before it, or enter the mode around the call of the model"
             )
+
+
+def _exact(node: fx.Node) -> bool:
+    """Whether a node computes whole numbers from whole numbers, which no mode changes."""
+    values = [one.meta.get("example_value") for one in (node, *node.all_input_nodes)]
+    return all(isinstance(one, torch.Tensor | torch.SymInt | int) and not _floats(one) for one in values)
+
+
+def _floats(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _switches(graph: fx.Graph) -> dict[str, int]:

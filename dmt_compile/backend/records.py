@@ -24,10 +24,10 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def find_lookups(flat: fx.GraphModule, keep: Mapping[str, str]) -> tuple[LookupSet, dict[str, str]]:
+def find_lookups(flat: fx.GraphModule, keep: Mapping[str, str], alone: bool = False) -> tuple[LookupSet, dict[str, str]]:
     """Every lookup that an owner can serve, and why the tables of the others stay on every rank, by parameter.
 
-    Tables in ``keep`` stay for the reason given there.
+    Tables in ``keep`` stay for the reason given there. ``alone`` is for one rank, whose tables cannot differ from another's.
     """
     calls = [call for call in find_calls(flat) if not call.indexing or _is_ids(call.ids)]
     replicated = {call.parameter: keep[call.parameter] for call in calls if call.parameter in keep}
@@ -40,7 +40,7 @@ def find_lookups(flat: fx.GraphModule, keep: Mapping[str, str]) -> tuple[LookupS
             raise CaptureError(
                 f"{call.at}: the weights are {weights.dtype}, the table that they weigh is {call.dtype}: convert them"
             )
-        if call.parameter in replicated and call.max_norm is not None:
+        if call.parameter in replicated and call.max_norm is not None and not alone:
             raise CaptureError(
                 f"{call.at}: '{call.parameter}' would stay on every rank ({replicated[call.parameter]}), and every rank would "
                 "scale the rows of its own batch only (max_norm), until the tables differ: leave max_norm out, or give the weight "

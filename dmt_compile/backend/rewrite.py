@@ -33,13 +33,13 @@ What is computed from it takes part in the backward pass of a rank that owns no 
 class Rewritten:
     """A graph that exchanges, the steps that its operators find by number, and whether :data:`ANCHOR` is its last argument.
 
-    ``freed`` are tables of other ranks whose memory is given back once the graph has run.
+    ``parameters`` are the places of parameters among its arguments, each with the rank that owns it; None for what is no table.
     """
 
     module: fx.GraphModule
     steps: tuple[Step, ...] = ()
     anchored: bool = False
-    freed: tuple[nn.Parameter, ...] = ()
+    parameters: tuple[tuple[int, int | None], ...] = ()
 
 
 def rewritten(module: fx.GraphModule, lifted: Lifted, lowered: Stage, ranks: Ranks) -> Rewritten:

@@ -46,7 +46,12 @@ class Staged:
 
 
 def staged(
-    module: fx.GraphModule, ranks: Ranks | None, options: Options, topology: Topology, model: nn.Module | None = None
+    module: fx.GraphModule,
+    ranks: Ranks | None,
+    options: Options,
+    topology: Topology,
+    model: nn.Module | None = None,
+    alone: bool = False,
 ) -> Staged:
     """Find the lookups of a graph and run the passes on it; no stages where it has none.
 
@@ -55,7 +60,7 @@ def staged(
     lifted = lift(module)
     held = {name: lifted.root.get_parameter(name) for _, name in lifted.arguments if name is not None}
     keep = {name: ranks.kept.get(one, _OTHERWISE) for name, one in held.items() if one in ranks.used} if ranks is not None else {}
-    lookups, replicated = find_lookups(lifted.flat, keep)
+    lookups, replicated = find_lookups(lifted.flat, keep, alone)
     if not lookups.lookups:
         return Staged(lifted, lookups, replicated, {})
     from dmt_compile.passes.pipeline import run
@@ -80,7 +85,7 @@ def one_device_graph(module: fx.GraphModule, options: Options) -> fx.GraphModule
 
     The towers are those of ``options.topology``, so that a job's plan can be tried in one process; one tower by default.
     """
-    made = staged(module, None, options, topology_of(options))
+    made = staged(module, None, options, topology_of(options), alone=True)
     if not made.stages:
         counted.others += 1
         return module
@@ -108,18 +113,18 @@ def rank_graph(module: fx.GraphModule, options: Options, ranks: Ranks, model: nn
     same_values(list(others.values()), ranks)
     if not made.stages:
         counted.others += 1
-        return Rewritten(module)
+        return Rewritten(module, parameters=_placed(made.lifted, {}))
     lowered = made.stages["lowered"]
     result = rewritten(module, made.lifted, lowered, ranks)
-    freed = []
-    for rank, names in enumerate(lowered.plan.tables_of_rank):
-        for name in names:
-            table = root.get_parameter(lookups.table[name].parameter)
-            ranks.give(table, rank)
-            if options.free_unowned and rank != ranks.rank:
-                freed.append(table)
+    owners = {lookups.table[name].parameter: rank for rank, names in enumerate(lowered.plan.tables_of_rank) for name in names}
+    for name, rank in owners.items():
+        ranks.give(root.get_parameter(name), rank)
     counted.rewritten += 1
     logger.info("graph with %d lookups of %d tables rewritten", len(lookups.lookups), len(lookups.tables))
     for name, why in made.replicated.items():
         logger.info("table %s stays on every rank: %s", name, why)
-    return replace(result, freed=tuple(freed))
+    return replace(result, parameters=_placed(made.lifted, owners))
+
+
+def _placed(lifted: Lifted, owners: Mapping[str, int]) -> tuple[tuple[int, int | None], ...]:
+    return tuple((place, owners.get(name)) for place, (_, name) in enumerate(lifted.arguments) if name is not None)

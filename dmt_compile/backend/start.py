@@ -78,7 +78,7 @@ def ranks_for(options: Options) -> Ranks:
 
 
 def begin(model: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks rank 0's values of a model's parameters and buffers, once; a collective call.
+    """Give all ranks rank 0's values of a model's parameters and buffers; a collective call where they have not got them yet.
 
     Of the whole model, because ranks need not compile the same graphs: each could else wait for values of other parameters.
 
@@ -86,11 +86,14 @@ def begin(model: nn.Module, ranks: Ranks) -> None:
         DistributedError: the ranks have different models; names the first parameter that differs.
     """
     ranks.averages.of(model).add(model.parameters())
-    if model in ranks.begun:
+    named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+    if model not in ranks.begun:
+        named += model.named_buffers()
+        ranks.begun.add(model)
+    known = [(name, one) for name, one in named if not is_lazy(one) and not one.is_meta]
+    known = [(name, one) for name, one in known if one not in ranks.alike and ranks.owned(one) is None]
+    if not known:
         return
-    ranks.begun.add(model)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    known = [(name, value) for name, value in named if not is_lazy(value)]
     shapes = {name: f"{tuple(value.shape)} of {value.dtype}" for name, value in known}
     _refuse_differing("parameter", shapes, ranks.dense)
     same_values([value for _, value in known], ranks)

@@ -189,6 +189,12 @@ class _Proxy(fx.Proxy):
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
+    def _written(self, operation: Callable[..., Any], other: Any) -> Any:
+        """``x += 1``, for which Python would else take ``x + 1``: under no_grad, that is another tensor, without x's gradient."""
+        if torch.is_grad_enabled():
+            return NotImplemented
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
     def __getattr__(self, name: str) -> Any:
         if name == "shape" and self.tracer.sees:
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
@@ -209,6 +215,14 @@ class _Proxy(fx.Proxy):
         # Python asks this before it makes a list of sizes.
         sizes = self.tracer.sizes(self.node)
         return super().__len__() if sizes is None else sizes
+
+
+def _in_place(operation: Callable[..., Any]) -> Callable[[_Proxy, Any], Any]:
+    return lambda self, other: self._written(operation, other)
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift"):
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 def _is_shape(node: fx.Node) -> bool:

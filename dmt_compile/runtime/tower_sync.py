@@ -147,11 +147,17 @@ def copy_from_first(tensors: list[torch.Tensor], group: ProcessGroup, home: torc
     source = dist.get_process_group_ranks(group)[0]
     with torch.no_grad():
         for tensor in tensors:
-            value = tensor.detach().to(device=home).contiguous()
-            dist.broadcast(value, src=source, group=group)
-            # A constant may be a value that is repeated in memory, which cannot be written to.
-            if value.data_ptr() != tensor.data_ptr() and not torch.equal(value, tensor.to(device=home)):
-                tensor.copy_(value)
+            value = tensor.detach().to(device=home).resolve_conj().resolve_neg().contiguous()
+            if value.numel():
+                # As bytes, because transports do not know every type.
+                dist.broadcast(value.view(-1).view(torch.uint8), src=source, group=group)
+            held = tensor.detach()
+            for dimension, stride in enumerate(tensor.stride()):
+                if not stride and held.shape[dimension]:
+                    # A value that is repeated in memory is written once.
+                    held, value = (one.narrow(dimension, 0, 1) for one in (held, value))
+            if value.data_ptr() != held.data_ptr():
+                held.copy_(value)
 
 
 def _averaged(module: nn.Module, group: ProcessGroup, world: int, find_unused: bool) -> DistributedDataParallel:
