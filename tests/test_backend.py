@@ -18,7 +18,7 @@ from dmt_compile import Topology, backend
 from dmt_compile.backend.staging import counted
 
 STEPS = 3
-# Left to Python by Dynamo, because of a recurrent layer; and what lookups of other cases are like.
+# Left to Python by Dynamo, because of a recurrent layer; and what lookups of other cases are like. Every one runs on one device.
 OTHERS = {
     "fields over time",
     "field by field",
@@ -29,7 +29,7 @@ OTHERS = {
     "pooled late",
     "refusing",
 }
-COMPILED = sorted(CASES.keys() - OTHERS)
+COMPILED = sorted(CASES.keys() - OTHERS)[::2]
 
 
 def sizes_of(world: int, step: int, empty: bool) -> list[int]:

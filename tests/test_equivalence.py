@@ -103,7 +103,7 @@ NINE = ModelSpec((tuple(one_table(i % 6, dim=1 + i % 3) for i in range(9)),), (F
 @example((RICH, Topology(4, 2), 2, "balanced", BatchSpec((1,) * 8, torch.int32)))
 @example((RICH, Topology(2, 4), 4, "balanced", BatchSpec((3,) * 8, longest=0)))
 @example((NINE, Topology(4, 2), 4, "strided", BatchSpec((2, 2, 1, 2, 0, 2, 2, 2))))
-@settings(SETTINGS, max_examples=25)
+@settings(SETTINGS, max_examples=15)
 def test_every_stage_gives_each_rank_the_flat_model_on_its_samples(case: tuple[ModelSpec, Topology, int, str, BatchSpec]) -> None:
     spec, topology, towers, partition, batch = case
     model = SpecModel(spec)
@@ -128,7 +128,7 @@ def dealt_as(inputs: Sequence[tuple[Any, ...]]) -> Iterator[None]:
 @given(cases())
 @example((RICH, Topology(4, 2), 4, "balanced", BatchSpec((2, 0, 1, 3, 0, 0, 1, 2))))
 @example((RICH, Topology(2, 4), 2, "strided", BatchSpec((0, 0, 0, 0, 0, 5, 0, 0))))
-@settings(SETTINGS, max_examples=8)
+@settings(SETTINGS, max_examples=5)
 def test_verify_passes(case: tuple[ModelSpec, Topology, int, str, BatchSpec]) -> None:
     spec, topology, towers, partition, batch = case
     model = SpecModel(spec)

@@ -65,11 +65,11 @@ def _losses(output: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.multi_rank
 def test_train_dlrm_under_torchrun() -> None:
-    output = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", SCRIPT, "--hosts", "2", "--steps", "21")
+    output = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, "--hosts", "2", "--steps", "21")
     losses = _losses(output)
     assert len(losses) == 3
     across = [int(sent.replace(",", "")) for sent in re.findall(r"([0-9,]+) across hosts", output)]
-    assert len(across) == 4
+    assert len(across) == 2
     assert min(across) > 0
     assert losses[-1] < losses[0]
     assert output.count("tensors loaded into the flat model") == 1

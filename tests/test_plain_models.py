@@ -60,7 +60,7 @@ def dealt(draw: st.DrawFn) -> tuple[str, Topology, int, str, tuple[int, ...], to
 @example(("stacked offsets", Topology(3, 2), 3, "strided", (0, 2, 0, 3, 1, 0), torch.int32, 1))
 @example(("history", Topology(2, 3), 6, "balanced", (0, 0, 0, 0, 0, 2), torch.int64, 1))
 @example(("field major", Topology(3, 2), 1, "balanced", (0, 1, 0, 0, 2, 1), torch.int64, 1))
-@settings(derandomize=True, deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 def test_each_rank_has_the_flat_model_on_its_samples(case: tuple[Any, ...]) -> None:
     name, topology, towers, partition, sizes, ids, seed = case
     model, program = compiled(name, topology, towers, partition=partition)

@@ -196,7 +196,7 @@ def longest_increasing(values: Sequence[int]) -> int:
 
 
 @given(st.permutations(range(12)), st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_diff_of_random_orders(small: TowerProgram, permutation: list[int], absent: set[int], missing: set[int]) -> None:
     before = [f"n{i}_" for i in range(12) if i not in absent]
     after = [f"n{i}_" for i in permutation if i not in missing]
@@ -210,7 +210,7 @@ def test_diff_of_random_orders(small: TowerProgram, permutation: list[int], abse
 
 
 @given(st.permutations(range(30)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_moved_is_minimal(permutation: list[int]) -> None:
     names = [str(i) for i in permutation]
     found = moved([str(i) for i in range(30)], names)
@@ -292,7 +292,7 @@ def exchanges(draw: st.DrawFn) -> tuple[Exchange, Topology]:
 
 
 @given(exchanges())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_traffic_is_the_exchanges_own(drawn: tuple[Exchange, Topology]) -> None:
     exchange, topology = drawn
     ones = (1,) * topology.world_size

@@ -102,16 +102,13 @@ def _weights(state: Tensors) -> Tensors:
 
 
 RUNS = [
-    ("dot", (2, 2, 2), "each", "SGD", False),
     ("dot", (4, 2, 4), "both", "Adam", False),
     ("dot", (2, 3, 2), "together", "SGD", True),
     ("dot", (2, 2, 2), "list", "Adam", False),
     ("dot", (2, 2, 2), "some", "SGD", False),
     ("by mode", (2, 2, 2), "each", "SGD", False),
-    ("beside", (2, 2, 2), "each", "Adam", False),
     ("beside", (4, 2, 2), "together", "SGD", True),
     ("torchrec", (3, 1, 3), "both", "SGD", False),
-    ("torchrec dcn", (4, 1, 4), "cross", "SGD", False),
     ("torchrec dcn", (2, 2, 2), "expanded", "SGD", False),
 ]
 
