@@ -78,7 +78,8 @@ def dmt(module: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[s
         if broken_off(error):
             raise ranks.lost(error) from error
         # The others may have compiled theirs, and would wait for this rank.
-        ranks.end(f"a graph could not be compiled on this rank ({type(error).__name__}: {str(error).strip().splitlines()[:1]})")
+        first = str(error).strip().partition("\n")[0]
+        ranks.end(f"a graph could not be compiled on this rank ({type(error).__name__}: {first})")
         raise
 
 

@@ -24,7 +24,10 @@ def refuse_lookups_in_modes(graph: fx.Graph, lookups: Sequence[fx.Node]) -> None
         if node in inside:
             inside[node] = depth
         elif changes_mode(node) and "autocast" not in name:
-            depth += 1 if name.startswith("_enter_") or "increment" in name else -1 if "exit" in name or "decrement" in name else 0
+            if name.startswith("_enter_") or "increment" in name:
+                depth += 1
+            elif name.startswith("_exit_") or "decrement" in name:
+                depth -= 1
     for node, modes in inside.items():
         if modes > 0:
             raise CaptureError(

@@ -19,7 +19,7 @@ from .options import Options
 from .owners import Ranks, plan_for
 from .records import find_lookups
 from .rewrite import Rewritten, rewritten
-from .start import same_values, topology_of
+from .start import topology_of
 
 logger = logging.getLogger("dmt_compile")
 
@@ -108,9 +108,6 @@ def rank_graph(module: fx.GraphModule, options: Options, ranks: Ranks, model: nn
         ranks.used[parameter] = True
         if name in made.replicated:
             ranks.kept[parameter] = made.replicated[name]
-    # Those of a module are known since it was first called.
-    ranks.averages.of(model).add(others.values())
-    same_values(list(others.values()), ranks)
     if not made.stages:
         counted.others += 1
         return Rewritten(module, parameters=_placed(made.lifted, {}))
